@@ -1,0 +1,30 @@
+"""jaxserve: a JAX/XLA inference engine. Importing this package starts no device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig as EngineConfig
+    from jaxserve.llm import LLM as LLM
+    from jaxserve.llm import ChoiceOutput as ChoiceOutput
+    from jaxserve.llm import Completion as Completion
+    from jaxserve.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "jaxserve.llm",
+    "Completion": "jaxserve.llm",
+    "ChoiceOutput": "jaxserve.llm",
+    "SamplingParams": "jaxserve.request",
+    "EngineConfig": "jaxserve.config",
+}
+__all__ = ["LLM", "ChoiceOutput", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'jaxserve' has no attribute {name!r}")

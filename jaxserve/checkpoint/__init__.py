@@ -1,0 +1,1 @@
+"""Reading models from disk: Hugging Face safetensors, GGUF, and our Orbax store."""

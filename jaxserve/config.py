@@ -1,0 +1,200 @@
+"""Frozen configurations, resolved once. Nothing here imports jax, and nobody writes to a config afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxserve.errors import ConfigError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+SchedulerKind = Literal["continuous", "static"]
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding. Fields past `factor` matter only to the type named beside them.
+
+    Sources: RoFormer (arXiv 2104.09864); linear position interpolation (arXiv 2306.15595);
+    YaRN (arXiv 2309.00071); the `llama3` rule is that of the Llama 3.1 release.
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn: None computes it from `factor`
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a model is, whichever file format it came from.
+
+    `architecture` is the key into `jaxserve.models.registry`, spelled as in a Hugging Face config.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads ({self.num_heads}) is not a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What `generation_config.json` (or the GGUF) says about ending and sampling.
+
+    `eos_token_ids` holds every id that ends a reply. The sampling values are None where the model names none.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user may choose. None means: decided by `resolve` from the model and the platform.
+
+    Attributes:
+      dtype: of weights, activations and KV cache; "auto" is float32 on a CPU, bfloat16 elsewhere.
+      max_model_len: longest prompt + output, in tokens.
+      max_num_seqs: most sequences in one step.
+      max_num_batched_tokens: most tokens computed in one step (decode tokens and prefill chunks together).
+      max_prefill_chunk: most prompt tokens of one request in one step while others want to prefill as well.
+      block_size: tokens a KV block holds.
+      num_blocks: KV blocks usable by requests; None sizes the pool from free memory.
+      kv_cache_memory_fraction: share of the device's free memory that the pool may take when it is sized.
+      enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
+      scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
+      max_waiting: most requests in the waiting queue; a further one is refused (QueueFullError).
+      seed: root of the seeds of requests that bring none, so that a run can be repeated.
+      attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
+      compilation_cache_dir: where XLA's persistent compilation cache lives; None is the user's cache folder,
+        "" turns it off.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_prefill_chunk: int | None = None
+    block_size: int = 32
+    num_blocks: int | None = None
+    kv_cache_memory_fraction: float | None = None
+    enable_prefix_caching: bool = True
+    scheduler: SchedulerKind = "continuous"
+    max_waiting: int = 4096
+    seed: int = 0
+    attention_backend: str = "auto"
+    compilation_cache_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """An `EngineConfig` in which every choice has been made; see there for the meaning of each field."""
+
+    dtype: DType
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk: int
+    block_size: int
+    enable_prefix_caching: bool
+    scheduler: SchedulerKind
+    max_waiting: int
+    seed: int
+    attention_backend: str
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Width of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> ResolvedConfig:
+    """Decide everything that `options` leaves open.
+
+    Args:
+      platform: "cpu", "cuda", ... (`jax.default_backend()`, passed in so that this module needs no jax).
+
+    Raises:
+      ConfigError: an option is out of range, or two contradict each other.
+    """
+    on_cpu = platform == "cpu"
+    max_model_len = options.max_model_len or model.max_position_embeddings
+    max_num_seqs = options.max_num_seqs or (64 if on_cpu else 256)
+    max_tokens = options.max_num_batched_tokens or max(max_num_seqs, 256 if on_cpu else 2048)
+    chunk = options.max_prefill_chunk or max(1, max_tokens // 2)
+    dtype = options.dtype if options.dtype != "auto" else ("float32" if on_cpu else "bfloat16")
+    for name, value in (
+        ("max_model_len", max_model_len),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_tokens),
+        ("max_prefill_chunk", chunk),
+        ("block_size", options.block_size),
+        ("max_waiting", options.max_waiting),
+    ):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the model's context of {model.max_position_embeddings} tokens"
+        )
+    if max_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_tokens}) must be at least max_num_seqs ({max_num_seqs}), "
+            "so that every running sequence can decode in each step"
+        )
+    return ResolvedConfig(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        max_prefill_chunk=min(chunk, max_tokens),
+        block_size=options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        scheduler=options.scheduler,
+        max_waiting=options.max_waiting,
+        seed=options.seed,
+        attention_backend=options.attention_backend,
+    )
+
+
+def replace(config: EngineConfig, **changes: object) -> EngineConfig:
+    """A copy of `config` with `changes`; unknown names raise TypeError."""
+    return dataclasses.replace(config, **changes)  # type: ignore[arg-type]

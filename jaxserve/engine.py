@@ -1,0 +1,1 @@
+"""EngineCore: schedule -> build -> run -> update, once a step."""

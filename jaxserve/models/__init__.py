@@ -1,0 +1,1 @@
+"""Model families in Flax NNX, one file each, found through registry.py."""

@@ -1,0 +1,87 @@
+"""What comes out: of the device for a step, of the scheduler for a request, of the engine for a front door."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, natural logarithm, of the model's own distribution.
+
+    Attributes:
+      token_id, logprob: of the token that stands there.
+      rank: 1 for the most likely token; ties count from the first.
+      top: the most likely (token id, logprob) pairs, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class ModelRunnerOutput:
+    """What a step computed, by `Request.request_id`.
+
+    Attributes:
+      sampled_token_ids: new tokens of every request whose last scheduled token was its last known one. A list, so
+        that a step with speculation can return several.
+      logprobs: one entry a sampled token, for requests that asked.
+      prompt_logprobs: for requests that asked: entries for the prompt positions that this step could score, in
+        order. The entry of prompt position p (p >= 1) comes from the step that computed position p - 1.
+      failed: request id -> reason, for rows whose logits were not finite.
+    """
+
+    sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What one step did to one request, as the scheduler accepted it.
+
+    `new_token_ids` may be empty (a prefill chunk with prompt logprobs, or an end without a token).
+    `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.
+    """
+
+    request: Request
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What is new about one choice of a `GenerationRequest`. Deltas: joined, they are the whole answer.
+
+    Attributes:
+      request_id, index: which request, which of its n choices.
+      text: characters that are certain by now (never half a character, never the beginning of a stop string).
+      token_ids, logprobs: new tokens. A token that only ended the request (EOS, stop token) is among them; tokens
+        after a stop string are not.
+      finish_reason, stop_reason: set exactly once, on the choice's last output; `stop_reason` is the stop string
+        or stop token id where one ended it.
+      error: one line, with finish_reason ERROR.
+      num_prompt_tokens, num_cached_tokens, num_output_tokens: totals so far.
+      prompt_logprobs: on the first output of choice 0 where asked for: one entry a prompt token, the first None.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None

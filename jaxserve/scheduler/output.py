@@ -1,0 +1,58 @@
+"""What the scheduler decided for one step. Plain data, no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part in a step.
+
+    Attributes:
+      request: the request; its counters are those before the step.
+      num_computed_tokens: tokens already in the cache when the step starts.
+      num_scheduled_tokens: tokens computed by this step, from position `num_computed_tokens` on.
+      block_ids: its block table, long enough for `num_computed_tokens + num_scheduled_tokens`. A copy.
+      is_new: first step since it was admitted or resumed: its row of device state must be loaded.
+    """
+
+    request: Request
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[int, ...]
+    is_new: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step reaches the last known token, so that a new one is sampled."""
+        return self.num_computed_tokens + self.num_scheduled_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's plan.
+
+    Attributes:
+      step_id: counts from 0.
+      scheduled: requests that decode (one token) first, then prefill chunks; never empty lists of tokens.
+      block_copies: (source, destination) block ids to copy before the step runs (copy-on-write).
+      preempted: requests that lost their blocks while this plan was made.
+      num_padding_tokens: tokens computed for nobody on purpose; only the static baseline asks for them.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledRequest, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[Request, ...] = field(default=())
+    num_padding_tokens: int = 0
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(item.num_scheduled_tokens for item in self.scheduled)

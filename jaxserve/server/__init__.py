@@ -1,0 +1,1 @@
+"""The aiohttp front door, OpenAI-compatible."""

@@ -1,0 +1,49 @@
+"""Counts and gauges of a running engine: written by the engine thread, read by metrics and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters only ever grow; gauges are those of the last step.
+
+    Attributes:
+      num_running, num_waiting: sequences (gauges).
+      num_blocks, num_free_blocks: the pool; free includes blocks kept for the prefix cache (gauges).
+      steps: forward passes run.
+      useful_tokens: tokens computed for a request; padded_tokens: all tokens computed, bucket padding included.
+      prompt_tokens, cached_prompt_tokens: of admitted prompts; how many of them the prefix cache saved.
+      generation_tokens: sampled and accepted.
+      preemptions, evictions: sequences that lost their blocks; cached blocks given to somebody else.
+      prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
+      compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
+      finished: requests ended, by finish reason.
+      step_seconds, host_seconds: summed wall time of steps, and of their host part (schedule, build, update).
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    steps: int = 0
+    useful_tokens: int = 0
+    padded_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    compilations: int = 0
+    serving_compilations: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Useful tokens / computed tokens; 1.0 before the first step."""
+        return self.useful_tokens / self.padded_tokens if self.padded_tokens else 1.0

@@ -1,0 +1,1 @@
+"""Attention kernels over a paged KV cache. Imports nothing of jaxserve."""
