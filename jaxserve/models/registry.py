@@ -18,7 +18,8 @@ class WeightSpec:
     """One parameter: where it lives in the module tree, what files call it, and its shape.
 
     Attributes:
-      path: keys from the root of the module's pure parameter dict, e.g. ``("layers", 0, "attention", "q_proj", "kernel")``.
+      path: keys from the root of the module's pure parameter dict, e.g.
+        ``("layers", 0, "self_attn", "q_proj", "kernel")``.
       hf_name: tensor name in Hugging Face safetensors.
       gguf_name: tensor name in GGUF.
       shape: as stored by Hugging Face and by us: matrices are [out, in].
