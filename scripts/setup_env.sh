@@ -1,0 +1,97 @@
+# Sourced by quickstart, test and lock: find a Python, make .venv, install into it. Works from any directory.
+# shellcheck shell=bash
+
+REPOSITORY="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${JAXSERVE_VENV:-$REPOSITORY/.venv}"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+# is_python COMMAND MINOR_LOW MINOR_HIGH: does it run, is it a CPython 3.LOW .. 3.HIGH, and can it make a venv?
+# (A pyenv shim exists for versions that aren't active, and Debian ships python3 without ensurepip.)
+is_python() {
+    "$1" - "$2" "$3" >/dev/null 2>&1 <<'PYTHON'
+import sys
+low, high = int(sys.argv[1]), int(sys.argv[2])
+import ensurepip, venv
+ok = sys.implementation.name == "cpython" and sys.version_info[0] == 3 and low <= sys.version_info[1] <= high
+sys.exit(0 if ok else 1)
+PYTHON
+}
+
+# python_candidates: commands worth trying, one a line.
+python_candidates() {
+    local minor root
+    [ -z "${PYTHON:-}" ] || printf '%s\n' "$PYTHON"
+    for minor in 12 13 14; do
+        printf 'python3.%s\n' "$minor"
+        for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
+            [ -z "$root" ] || printf '%s\n' "$root/versions/3.$minor".*/bin/python
+        done
+        for root in /opt/homebrew/bin /usr/local/bin /usr/bin; do
+            printf '%s/python3.%s\n' "$root" "$minor"
+        done
+        if command -v uv >/dev/null 2>&1; then
+            uv python find --no-project "3.$minor" 2>/dev/null || true
+        fi
+    done
+    printf '%s\n' python3 python
+}
+
+# find_python: prints the Python to use; the version named in .python-version wins over newer ones.
+find_python() {
+    local wanted low high candidate
+    wanted="$(sed -n 's/^3\.\([0-9][0-9]*\).*/\1/p' "$REPOSITORY/.python-version")"
+    if [ -n "${PYTHON:-}" ]; then
+        is_python "$PYTHON" 12 99 || die "PYTHON=$PYTHON isn't a Python >= 3.12 that can make a virtual environment"
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    while read -r low high; do
+        while IFS= read -r candidate; do
+            if is_python "$candidate" "$low" "$high"; then
+                printf '%s\n' "$candidate"
+                return
+            fi
+        done < <(python_candidates)
+    done <<RANGES
+$wanted $wanted
+12 14
+12 99
+RANGES
+    die "no Python >= 3.12 with venv found: get one with 'uv python install 3.12', 'pyenv install 3.12'," \
+        "'brew install python@3.12' or 'apt install python3.12-venv', or set PYTHON=/path/to/python"
+}
+
+# fingerprint: changes when what has to be installed changes.
+fingerprint() {
+    "$VENV/bin/python" - "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt" <<'PYTHON'
+import hashlib, sys
+digest = hashlib.sha256(sys.version.encode())
+for path in sys.argv[1:]:
+    digest.update(open(path, "rb").read())
+print(digest.hexdigest())
+PYTHON
+}
+
+# prepare_venv EXTRAS: .venv with the package (editable) and those extras, e.g. "test" or "test,cuda12" or "".
+# Skips what an earlier run has done.
+prepare_venv() {
+    local extras="$1" python stamp now
+    if ! is_python "$VENV/bin/python" 12 99; then
+        python="$(find_python)" || exit 1
+        say "making $VENV with $("$python" -c 'import sys; print("Python", sys.version.split()[0])')"
+        rm -rf "$VENV"
+        "$python" -m venv "$VENV"
+    fi
+    stamp="$VENV/.jaxserve-installed-${extras:-base}"
+    now="$(fingerprint)"
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$now" ]; then
+        return
+    fi
+    say "installing jaxserve${extras:+ with $extras} (a few minutes the first time) ..."
+    rm -f "$stamp"
+    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$REPOSITORY/constraints.txt" --editable "$REPOSITORY${extras:+[$extras]}"
+    printf '%s\n' "$now" >"$stamp"
+}
