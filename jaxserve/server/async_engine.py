@@ -1,0 +1,374 @@
+"""The bridge between the event loop and the engine, which runs in a thread of its own.
+
+Towards the engine: one thread-safe inbox. The engine's thread drains it before every step, and sleeps on it when it
+has nothing to run. Towards the loop: one `call_soon_threadsafe` a step carries all of that step's outputs; each goes
+to the mailbox of the HTTP request it belongs to, where it waits until its handler is ready to send. A handler whose
+client reads slowly therefore delays nobody; what it has not yet sent is never more than that request's own output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.outputs import RequestOutput
+from jaxserve.request import FinishReason, GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+# Outputs joined into one delta at most: what a handler writes at once stays small even for a client that was away.
+MAX_JOINED_OUTPUTS = 64
+
+
+class Engine(Protocol):
+    """The part of `jaxserve.engine.EngineCore` that is driven from here; see there."""
+
+    def submit(self, request: GenerationRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    def close(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Told, on the event loop, how requests fare; `jaxserve.server.metrics` implements it. Times are in seconds."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def between_tokens(self, seconds: float, tokens: int) -> None: ...
+    def finished(self, reason: str, seconds: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Submit:
+    requests: tuple[GenerationRequest, ...]
+    stream: OutputStream
+
+
+@dataclass(slots=True)
+class _Abort:
+    request_ids: tuple[str, ...]
+
+
+class _Stop:
+    pass
+
+
+@dataclass(slots=True)
+class _Timing:
+    arrival: float
+    last_token: dict[int, float] = field(default_factory=dict)  # by choice
+
+
+class OutputStream:
+    """The outputs of the prompts of one HTTP request, in order. Belongs to the event loop.
+
+    Always `close()` it (or use it as a context manager): whatever has not ended by then is aborted in the engine.
+    """
+
+    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
+        self._owner = owner
+        now = time.monotonic()
+        self.requests = tuple(requests)
+        self._open_choices = {request.request_id: request.params.n for request in requests}
+        self._timings = {
+            request.request_id: _Timing(request.arrival_time if request.arrival_time is not None else now)
+            for request in requests
+        }
+        self._streaming = any(request.stream for request in requests)
+        self._pending: deque[RequestOutput] = deque()
+        self._failure: Exception | None = None
+        self._wakeup = asyncio.Event()
+        self._admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = False
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def is_done(self) -> bool:
+        """Every choice of every prompt has ended (its outputs may still wait to be read)."""
+        return not self._open_choices
+
+    async def admitted(self) -> None:
+        """Wait until the engine has queued the request.
+
+        Raises:
+          QueueFullError, InvalidRequestError, EngineDeadError: it was refused.
+        """
+        await asyncio.shield(self._admission)
+
+    async def next(self) -> list[RequestOutput]:
+        """Wait for news, and return it with the deltas of each choice joined; an empty list at the end.
+
+        Raises:
+          EngineDeadError, or what `AsyncEngine.fail_all` was given: the request ended early.
+        """
+        while not self._pending:
+            if self._failure is not None:
+                raise self._failure
+            if self.is_done:
+                return []
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        count = min(len(self._pending), MAX_JOINED_OUTPUTS)
+        return join_outputs([self._pending.popleft() for _ in range(count)])
+
+    def close(self) -> None:
+        """Drop what is pending and abort what still runs; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pending.clear()
+        if not self._admission.done():
+            self._admission.cancel()
+        elif not self._admission.cancelled():
+            self._admission.exception()  # read it, so that nobody is warned of it
+        self._owner._release(self)
+
+    # Called by AsyncEngine, on the loop.
+
+    def _admit(self, failure: Exception | None) -> None:
+        if failure is not None:
+            self._failure = failure
+            self._open_choices.clear()
+            self._wakeup.set()
+        if not self._admission.done():
+            if failure is None:
+                self._admission.set_result(None)
+            else:
+                self._admission.set_exception(failure)
+
+    def _put(self, output: RequestOutput, observer: Observer | None) -> None:
+        if self._closed or output.request_id not in self._open_choices:
+            return
+        if observer is not None:
+            self._observe(output, observer)
+        self._pending.append(output)
+        if output.finish_reason is not None:
+            self._open_choices[output.request_id] -= 1
+            if not self._open_choices[output.request_id]:
+                del self._open_choices[output.request_id]
+        if self._streaming or output.finish_reason is not None:
+            self._wakeup.set()
+
+    def _fail(self, failure: Exception) -> None:
+        if self._admission.done() and self.is_done:
+            return  # it had ended: its reader gets everything
+        self._admit(failure)
+
+    def _observe(self, output: RequestOutput, observer: Observer) -> None:
+        timing = self._timings[output.request_id]
+        now = time.monotonic()
+        if self._streaming and output.token_ids:
+            last = timing.last_token.get(output.index)
+            if last is None:
+                observer.first_token(now - timing.arrival)
+            else:
+                observer.between_tokens(now - last, len(output.token_ids))
+            timing.last_token[output.index] = now
+        if output.finish_reason is not None:
+            observer.finished(output.finish_reason.value, now - timing.arrival)
+
+    def _unfinished(self) -> tuple[str, ...]:
+        return tuple(self._open_choices)
+
+    def _report_ended(self, reason: FinishReason, observer: Observer | None) -> None:
+        """Count every choice that has not ended by itself."""
+        if observer is None:
+            return
+        now = time.monotonic()
+        for request_id, choices in self._open_choices.items():
+            for _ in range(choices):
+                observer.finished(reason.value, now - self._timings[request_id].arrival)
+
+
+class AsyncEngine:
+    """Runs an `EngineCore` in a thread and offers it to coroutines of one event loop.
+
+    Args:
+      engine: used by the thread alone from `start` on.
+      observer: told about every request; may be None.
+      on_death: called on the loop, once, when a step raised; every open stream has been failed by then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        observer: Observer | None = None,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._observer = observer
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._streams: dict[str, OutputStream] = {}  # by id of a GenerationRequest
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._death: BaseException | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start the thread; call it from the event loop that will use the streams."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """False as soon as the thread has ended, for whatever reason."""
+        return self._death is None and self._thread.is_alive() and not self._stopped
+
+    @property
+    def num_open(self) -> int:
+        """Engine requests whose streams are open."""
+        return len(self._streams)
+
+    def open(self, requests: Sequence[GenerationRequest]) -> OutputStream:
+        """Hand `requests` to the engine; await `admitted()` on the result to learn whether it took all of them.
+
+        Raises:
+          EngineDeadError: the engine has stopped.
+        """
+        if not self.is_alive:
+            raise EngineDeadError("the engine has stopped")
+        stream = OutputStream(self, requests)
+        for request in stream.requests:
+            self._streams[request.request_id] = stream
+        self._inbox.put(_Submit(stream.requests, stream))
+        return stream
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[RequestOutput]:
+        """The outputs of one request; leaving the iteration early aborts it."""
+        with self.open([request]) as stream:
+            await stream.admitted()
+            while outputs := await stream.next():
+                for output in outputs:
+                    yield output
+
+    def fail_all(self, failure: JaxserveError) -> None:
+        """End every open stream with `failure` and abort its requests."""
+        for stream in set(self._streams.values()):
+            unfinished = stream._unfinished()
+            stream._report_ended(FinishReason.ABORT, self._observer)
+            stream._fail(failure)
+            if unfinished:
+                self._inbox.put(_Abort(unfinished))
+
+    async def stop(self) -> None:
+        """Let the thread finish its step, then end it and close the engine. Open streams get EngineDeadError."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self.fail_all(EngineDeadError("the server is shutting down"))
+        if self._thread.is_alive():
+            self._inbox.put(_Stop())
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _release(self, stream: OutputStream) -> None:
+        unfinished = stream._unfinished()
+        for request in stream.requests:
+            self._streams.pop(request.request_id, None)
+        if unfinished:
+            stream._report_ended(FinishReason.ABORT, self._observer)
+            self._inbox.put(_Abort(unfinished))
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._handle_inbox():
+                if self._engine.has_work():
+                    outputs = self._engine.step()
+                    if outputs:
+                        self._call_loop(self._deliver, outputs)
+        except BaseException as error:  # the thread's last word: reported to every stream and to /health
+            self._death = error
+            logger.critical("the engine failed and has stopped", exc_info=error)
+            self._call_loop(self._announce_death)
+        finally:
+            self._engine.close()
+
+    def _handle_inbox(self) -> bool:
+        """Carry out what has come in, waiting for it when there is nothing to run. False: stop."""
+        wait = not self._engine.has_work()
+        while True:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, _Stop):
+                return False
+            if isinstance(command, _Abort):
+                for request_id in command.request_ids:
+                    self._engine.abort(request_id)
+            else:
+                self._submit(command)
+
+    def _submit(self, command: _Submit) -> None:
+        taken: list[str] = []
+        try:
+            for request in command.requests:
+                self._engine.submit(request)
+                taken.append(request.request_id)
+        except JaxserveError as error:  # all prompts of an HTTP request or none
+            for request_id in taken:
+                self._engine.abort(request_id)
+            self._call_loop(command.stream._admit, error)
+        else:
+            self._call_loop(command.stream._admit, None)
+
+    def _call_loop(self, function: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop has been closed: nobody is left to tell
+            logger.debug("the event loop is closed")
+
+    # The loop.
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream._put(output, self._observer)
+
+    def _announce_death(self) -> None:
+        assert self._death is not None
+        for stream in set(self._streams.values()):
+            stream._report_ended(FinishReason.ERROR, self._observer)
+            stream._fail(EngineDeadError(f"the engine has stopped: {type(self._death).__name__}"))
+        if self._on_death is not None:
+            self._on_death(self._death)
+
+
+def join_outputs(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
+    """One output for each choice, in order of first appearance: its deltas joined, its last totals kept."""
+    groups: dict[tuple[str, int], list[RequestOutput]] = {}
+    for output in outputs:
+        groups.setdefault((output.request_id, output.index), []).append(output)
+    return [group[0] if len(group) == 1 else _join(group) for group in groups.values()]
+
+
+def _join(group: list[RequestOutput]) -> RequestOutput:
+    has_logprobs = any(output.logprobs is not None for output in group)
+    prompt_logprobs = [output.prompt_logprobs for output in group if output.prompt_logprobs is not None]
+    return dataclasses.replace(
+        group[-1],
+        text="".join(output.text for output in group),
+        token_ids=[token for output in group for token in output.token_ids],
+        logprobs=[entry for output in group for entry in output.logprobs or ()] if has_logprobs else None,
+        prompt_logprobs=prompt_logprobs[0] if prompt_logprobs else None,
+    )

@@ -1,0 +1,448 @@
+"""From a decoded body to what the engine runs: prompts to token ids, fields to `SamplingParams`.
+
+The one way in for the HTTP server and for batch files. Everything here is pure and safe to call from any thread;
+tokenising a long prompt takes a while, so the server calls it off its event loop.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from jaxserve.config import GenerationDefaults
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
+from jaxserve.server.errors import model_not_found, unsupported
+from jaxserve.server.protocol import (
+    ChatCompletionBody,
+    ChatMessage,
+    CommonFields,
+    CompletionBody,
+    decode_chat,
+    decode_completion,
+)
+
+if TYPE_CHECKING:
+    from jaxserve.tokenizer import Tokenizer
+
+MAX_CHOICES = 1024  # prompts x n of one HTTP request or batch line
+MAX_LOGPROB_ENTRIES = 2_000_000  # of one HTTP request or batch line, about 100 bytes each
+DEFAULT_COMPLETION_TOKENS = 16
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tokenize"}
+)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
+T = TypeVar("T")
+
+
+class Validator(Protocol):
+    """The part of `EngineCore` that says whether it can run a request at all."""
+
+    def validate(self, request: GenerationRequest) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServingContext:
+    """What the conversion needs to know of the engine behind it.
+
+    Attributes:
+      model_names: the names that a request may use; the first is the one that answers report.
+      max_model_len: longest prompt + output, in tokens.
+    """
+
+    tokenizer: Tokenizer
+    generation: GenerationDefaults
+    model_names: tuple[str, ...]
+    max_model_len: int
+    validator: Validator
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One HTTP request (or batch line), ready for the engine.
+
+    Attributes:
+      response_id, created: of the answer; `created` is a Unix time in seconds.
+      prompts: one request for the engine a prompt; each brings `n` choices.
+      echo_texts: the text that each prompt's choices begin with; None without `echo`.
+      echo_logprobs: the prompt's logprobs belong to the choice's own (`echo` with `logprobs`).
+      wants_prompt_logprobs: report them in a field of their own.
+      num_logprobs: alternatives a token; None without logprobs.
+    """
+
+    endpoint: Endpoint
+    response_id: str
+    created: int
+    model: str
+    prompts: tuple[GenerationRequest, ...]
+    n: int
+    stream: bool
+    include_usage: bool
+    num_logprobs: int | None
+    echo_texts: tuple[str, ...] | None = None
+    echo_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    return_token_ids: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint == "/v1/chat/completions"
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+def prepare(endpoint: Endpoint, data: bytes, context: ServingContext) -> PreparedRequest:
+    """Decode a JSON body, check it, tokenise its prompts.
+
+    Raises:
+      InvalidRequestError: the body can't be honoured as asked.
+      ApiError: it names a model that is not served.
+    """
+    if endpoint == "/v1/chat/completions":
+        return _prepare_chat(decode_chat(data), context)
+    return _prepare_completion(decode_completion(data), context)
+
+
+def _prepare_completion(body: CompletionBody, context: ServingContext) -> PreparedRequest:
+    model = _check_model(body, context)
+    n = _check_n(body)
+    logprobs = _check_num_logprobs("logprobs", body.logprobs)
+    echo_logprobs = bool(body.echo) and logprobs is not None
+    params = _sampling_params(
+        body,
+        context,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo_logprobs and body.prompt_logprobs is None else body.prompt_logprobs,
+    )
+    prompts = _split_prompts(body)
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with n={n} make {len(prompts) * n} choices, at most {MAX_CHOICES}",
+            param="prompt",
+        )
+    token_ids = [
+        _encode_text(prompt, context, add_special_tokens=_or(body.add_special_tokens, True))
+        if isinstance(prompt, str)
+        else tuple(prompt)
+        for prompt in prompts
+    ]
+    response_id = f"cmpl-{uuid.uuid4().hex}"
+    requests = _generation_requests(body, response_id, token_ids, params)
+    for request in requests:
+        context.validator.validate(request)
+    _check_logprob_entries(requests, context, copies_of_prompt=n if echo_logprobs else 1)
+    echo_texts = None
+    if body.echo:
+        echo_texts = tuple(
+            prompt
+            if isinstance(prompt, str)
+            else context.tokenizer.decode(prompt, skip_special_tokens=params.skip_special_tokens)
+            for prompt in prompts
+        )
+    return PreparedRequest(
+        endpoint="/v1/completions",
+        response_id=response_id,
+        created=int(time.time()),
+        model=model,
+        prompts=requests,
+        n=n,
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        num_logprobs=logprobs,
+        echo_texts=echo_texts,
+        echo_logprobs=echo_logprobs,
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _prepare_chat(body: ChatCompletionBody, context: ServingContext) -> PreparedRequest:
+    model = _check_model(body, context)
+    n = _check_n(body)
+    logprobs = _check_num_logprobs("top_logprobs", body.top_logprobs)
+    if logprobs is not None and not body.logprobs:
+        raise InvalidRequestError(
+            "'top_logprobs' is allowed only with 'logprobs': true", param="top_logprobs"
+        )
+    if body.logprobs and logprobs is None:
+        logprobs = 0
+    params = _sampling_params(
+        body,
+        context,
+        max_tokens=_chat_max_tokens(body),
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    token_ids = _encode_messages(body, context)
+    response_id = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = _generation_requests(body, response_id, [token_ids], params)
+    context.validator.validate(requests[0])
+    _check_logprob_entries(requests, context, copies_of_prompt=1)
+    return PreparedRequest(
+        endpoint="/v1/chat/completions",
+        response_id=response_id,
+        created=int(time.time()),
+        model=model,
+        prompts=requests,
+        n=n,
+        stream=bool(body.stream),
+        include_usage=_includes_usage(body),
+        num_logprobs=logprobs,
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _check_model(body: CommonFields, context: ServingContext) -> str:
+    if body.model is None:
+        raise InvalidRequestError("missing field 'model'", param="model", code="missing_field")
+    if body.model not in context.model_names:
+        raise model_not_found(body.model, context.model_names)
+    return body.model
+
+
+def _check_n(body: CommonFields) -> int:
+    n = _or(body.n, 1)
+    if not 1 <= n <= MAX_N:
+        raise InvalidRequestError(f"n must be between 1 and {MAX_N}, got {n}", param="n")
+    return n
+
+
+def _check_num_logprobs(name: str, value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
+    return value
+
+
+def _check_logprob_entries(
+    requests: tuple[GenerationRequest, ...], context: ServingContext, *, copies_of_prompt: int
+) -> None:
+    """Refuse an answer that would be huge: tokens x alternatives x choices, at the most that may be generated."""
+    entries = 0
+    for request in requests:
+        params, length = request.params, len(request.prompt_token_ids)
+        room = context.max_model_len - length
+        longest = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.logprobs is not None:
+            entries += params.n * longest * (params.logprobs + 1)
+        if params.prompt_logprobs is not None:
+            entries += copies_of_prompt * length * (params.prompt_logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise InvalidRequestError(
+            f"the answer could hold {entries} logprobs, at most {MAX_LOGPROB_ENTRIES}; ask for fewer logprobs, "
+            "choices, prompts or tokens",
+            param="logprobs",
+        )
+
+
+def _chat_max_tokens(body: ChatCompletionBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequestError(
+            f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) contradict each other; give one",
+            param="max_completion_tokens",
+        )
+    if new is not None and new < 0:
+        raise InvalidRequestError(
+            f"max_completion_tokens must be at least 0, got {new}", param="max_completion_tokens"
+        )
+    return old if new is None else new
+
+
+def _includes_usage(body: CommonFields) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _sampling_params(
+    body: CommonFields,
+    context: ServingContext,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    defaults = context.generation
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return SamplingParams(
+        n=_or(body.n, 1),
+        temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
+        top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
+        top_k=_or(body.top_k, _or(defaults.top_k, 0)),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
+        logit_bias=_logit_bias(body),
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=_or(body.min_tokens, 0),
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=_or(body.skip_special_tokens, True),
+    )
+
+
+def _logit_bias(body: CommonFields) -> dict[int, float] | None:
+    if not body.logit_bias:
+        return None
+    bias: dict[int, float] = {}
+    for key, value in body.logit_bias.items():
+        if _TOKEN_ID.fullmatch(key) is None:
+            raise InvalidRequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        bias[int(key)] = value
+    return bias
+
+
+def _split_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
+    prompt = body.prompt
+    if prompt is None:
+        raise InvalidRequestError("missing field 'prompt'", param="prompt", code="missing_field")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return [item for item in prompt if isinstance(item, str)]
+    if all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    if all(isinstance(item, list) for item in prompt):
+        return [item for item in prompt if isinstance(item, list)]
+    raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
+
+
+def _encode_text(text: str, context: ServingContext, *, add_special_tokens: bool) -> tuple[int, ...]:
+    if not text:
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
+    _check_chars(len(text), context, param="prompt")
+    return tuple(context.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _encode_messages(body: ChatCompletionBody, context: ServingContext) -> tuple[int, ...]:
+    if not context.tokenizer.has_chat_template:
+        raise InvalidRequestError(
+            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
+        )
+    if not body.messages:
+        raise InvalidRequestError("messages must hold at least one message", param="messages")
+    messages = [_template_message(index, message) for index, message in enumerate(body.messages)]
+    _check_chars(sum(len(message["content"]) for message in messages), context, param="messages")
+    goes_on = bool(body.continue_final_message)
+    add_prompt = _or(body.add_generation_prompt, not goes_on)
+    if goes_on and add_prompt:
+        raise InvalidRequestError(
+            "'continue_final_message' and 'add_generation_prompt' can't both be true",
+            param="continue_final_message",
+        )
+    if goes_on and messages[-1]["role"] != "assistant":
+        raise InvalidRequestError(
+            "'continue_final_message' needs a last message with the role 'assistant'",
+            param="continue_final_message",
+        )
+    kwargs = body.chat_template_kwargs or {}
+    for name in kwargs:
+        if name in _RESERVED_TEMPLATE_NAMES:
+            raise InvalidRequestError(
+                f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs"
+            )
+    return tuple(
+        context.tokenizer.encode_chat(
+            messages, add_generation_prompt=add_prompt, continue_final_message=goes_on, template_kwargs=kwargs
+        )
+    )
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
+    where = f"messages[{index}]"
+    role = ROLES.get(message.role)
+    if role is None:
+        raise InvalidRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}",
+            param=f"{where}.role",
+        )
+    for name in ("refusal", "annotations", "audio", "tool_calls", "tool_call_id", "function_call"):
+        if getattr(message, name) not in (None, []):
+            raise unsupported(f"{where}.{name}", f"'{where}.{name}' is not supported by this server")
+    result = {"role": role, "content": _content_text(f"{where}.content", message.content)}
+    if message.name is not None:
+        result["name"] = message.name
+    return result
+
+
+def _content_text(where: str, content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(f"{where} must be a text, got null or nothing", param=where)
+    if not content:
+        raise InvalidRequestError(f"{where} must not be an empty list", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        if part.get("type") != "text":
+            raise unsupported(
+                f"{where}[{index}].type", f"{where}[{index}]: only parts of the type 'text' are supported"
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{where}[{index}].text must be a text", param=f"{where}[{index}].text")
+        for name in part:
+            if name not in ("type", "text"):
+                raise InvalidRequestError(
+                    f"unknown field '{where}[{index}].{name}'",
+                    param=f"{where}[{index}].{name}",
+                    code="unknown_field",
+                )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _check_chars(num_chars: int, context: ServingContext, *, param: str) -> None:
+    """Refuse a text that can't possibly fit before time is spent on tokenising it."""
+    limit = context.tokenizer.max_chars_for(context.max_model_len)
+    if num_chars > limit:
+        raise InvalidRequestError(
+            f"{param} has {num_chars} characters, more than {limit}, the most that "
+            f"{context.max_model_len} tokens (the longest prompt and output together) can hold",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _generation_requests(
+    body: CommonFields, response_id: str, prompts: list[tuple[int, ...]], params: SamplingParams
+) -> tuple[GenerationRequest, ...]:
+    if body.cache_salt == "":
+        raise InvalidRequestError("cache_salt must not be empty", param="cache_salt")
+    priority = _or(body.priority, 0)
+    if not -(2**31) <= priority < 2**31:
+        raise InvalidRequestError(f"priority must fit 32 bits, got {priority}", param="priority")
+    arrival = time.monotonic()
+    return tuple(
+        GenerationRequest(
+            request_id=f"{response_id}-{index}",
+            prompt_token_ids=token_ids,
+            params=params,
+            priority=priority,
+            cache_salt=body.cache_salt,
+            arrival_time=arrival,
+            stream=bool(body.stream),
+        )
+        for index, token_ids in enumerate(prompts)
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
