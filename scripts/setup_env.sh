@@ -91,7 +91,7 @@ prepare_venv() {
     fi
     say "installing jaxserve${extras:+ with $extras} (a few minutes the first time) ..."
     rm -f "$stamp"
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
         --constraint "$REPOSITORY/constraints.txt" --editable "$REPOSITORY${extras:+[$extras]}"
     printf '%s\n' "$now" >"$stamp"
 }

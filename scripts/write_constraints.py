@@ -46,13 +46,19 @@ def main() -> None:
     optional = project["optional-dependencies"]
     pins: dict[str, str] = {}
     for extras in EXTRAS:
-        requirements = [*project["dependencies"], *REFERENCE, *(line for name in extras for line in optional[name])]
+        requirements = [
+            *project["dependencies"],
+            *REFERENCE,
+            *(line for name in extras for line in optional[name]),
+        ]
         for name, version in resolve(requirements, pins).items():
             if pins.setdefault(name, version) != version:
                 sys.exit(f"error: {name} resolves to both {pins[name]} and {version}")
     if any(name == "torch" or name.startswith("torch-") for name in pins):
         sys.exit("error: something pulls in torch; the engine must install without it")
-    lines = [f"{name}=={version}\n" for name, version in pins.items()] + [f"{line}\n" for line in optional["demo"]]
+    lines = [f"{name}=={version}\n" for name, version in pins.items()] + [
+        f"{line}\n" for line in optional["demo"]
+    ]
     (REPOSITORY / "constraints.txt").write_text(HEADER + "".join(sorted(lines)))
 
 

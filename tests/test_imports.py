@@ -1,0 +1,136 @@
+"""Who may import whom, and what an import may not set off."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A room is a folder of jaxserve/, or a file beside them. It may import the rooms named here, and itself. A new file
+# or folder needs a line: that is the moment to think about where it belongs.
+PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress"}
+TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
+ENGINE = (
+    PLAIN_DATA
+    | TEXT
+    | {"scheduler", "batch", "models", "checkpoint", "device", "speculative", "output_processor"}
+)
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "request": {"errors"},
+    "outputs": {"request"},
+    "stats": set(),
+    "progress": set(),
+    **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
+    "scheduler": PLAIN_DATA,
+    "batch": PLAIN_DATA | {"scheduler"},
+    "models": PLAIN_DATA,
+    "output_processor": PLAIN_DATA | TEXT,
+    "checkpoint": PLAIN_DATA | TEXT | {"models"},
+    "speculative": PLAIN_DATA | {"scheduler"},
+    "device": PLAIN_DATA | {"scheduler", "batch", "models", "speculative"},
+    "engine": ENGINE,
+    "engine_factory": ENGINE | {"engine"},
+    "llm": ENGINE | {"engine", "engine_factory"},
+    "server": ENGINE | {"engine", "engine_factory"},
+    "cli": ENGINE | {"engine", "engine_factory", "llm", "server", "__init__"},
+    "__main__": {"cli"},
+    "__init__": {"config", "request", "llm"},
+}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (REPOSITORY / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Full names of what a file imports anywhere, inside functions and under TYPE_CHECKING as well."""
+    package = path.relative_to(REPOSITORY).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module: str) -> str:
+    """`jaxserve.scheduler.policy.Fifo` -> `scheduler`; a name of the package itself -> `__init__`."""
+    parts = module.split(".")
+    source = REPOSITORY / "jaxserve"
+    if len(parts) == 1 or not ((source / parts[1]).is_dir() or (source / f"{parts[1]}.py").is_file()):
+        return "__init__"
+    return parts[1]
+
+
+@pytest.mark.parametrize("path", python_files("jaxserve"), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_room_imports_one_above_it(path: Path) -> None:
+    room = room_of(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+    assert room in MAY_IMPORT, f"{room}: say in MAY_IMPORT of {__file__} what it may import"
+    for module in imported_modules(path):
+        if module.split(".")[0] == "jaxserve":
+            target = room_of(module)
+            assert target == room or target in MAY_IMPORT[room], f"{path.name} ({room}) imports {module}"
+
+
+def test_kernels_know_nothing_of_the_engine() -> None:
+    for path in python_files("pallas_kernels"):
+        assert not [name for name in imported_modules(path) if name.split(".")[0] == "jaxserve"], path
+
+
+def test_nothing_needs_torch() -> None:
+    for path in python_files("jaxserve", "pallas_kernels", "tests"):
+        assert not [name for name in imported_modules(path) if name.split(".")[0] == "torch"], path
+
+
+def modules_of(*rooms: str) -> list[str]:
+    paths = [path for room in rooms for path in (REPOSITORY / "jaxserve").glob(f"{room}.py")]
+    paths += python_files(*(f"jaxserve/{room}" for room in rooms))
+    return [
+        ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
+
+
+HEAVY = ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "aiohttp")
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        pytest.param(["jaxserve"], HEAVY, id="the package"),
+        pytest.param(modules_of(*sorted(PLAIN_DATA)), HEAVY, id="plain data"),
+        pytest.param(modules_of("scheduler"), (*HEAVY, "numpy"), id="scheduler"),
+        pytest.param(modules_of("batch"), HEAVY, id="batch"),
+        pytest.param(modules_of("cli"), HEAVY, id="command line"),
+    ],
+)
+def test_importing_starts_no_device_and_loads_nothing_heavy(
+    modules: list[str], unwanted: tuple[str, ...]
+) -> None:
+    """In a fresh process, because this one has imported everything by now."""
+    assert modules
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print([name for name in {unwanted!r} if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    script = "import jaxserve\nfor name in jaxserve.__all__: getattr(jaxserve, name)"
+    result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
