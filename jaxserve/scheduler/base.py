@@ -1,0 +1,327 @@
+"""Bookkeeping that every scheduler shares: who is known, running, in which slot; and what a step's result changes."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from jaxserve.config import ResolvedConfig
+from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
+from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduler import admission
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager
+from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.policy import ChunkedPrefillPolicy
+from jaxserve.scheduler.waiting_queue import Key
+from jaxserve.stats import EngineStats
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An unfinished request and what only the scheduler needs to know of it.
+
+    Attributes:
+      key: its place in every order.
+      admitted_step: step of its latest admission; results of earlier steps are stale.
+      is_new: not yet in a plan since then.
+      num_scored_tokens: prompt tokens whose logprobs were delivered (position 0 counts with position 1).
+    """
+
+    request: Request
+    key: Key
+    admitted_step: int = -1
+    is_new: bool = False
+    num_scored_tokens: int = 1
+
+
+@dataclass(slots=True)
+class Counters:
+    """See `EngineStats` for the meaning of each."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+class BaseScheduler:
+    """Not used by itself: `schedule` and the places where waiting requests are kept belong to the subclasses."""
+
+    def __init__(self, config: ResolvedConfig, kv: KVCacheManager, policy: ChunkedPrefillPolicy) -> None:
+        self._config = config
+        self._kv = kv
+        self._policy = policy
+        self._entries: dict[str, Entry] = {}
+        self._running: list[Entry] = []  # in order of their keys
+        self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._step_id = 0
+        self._num_added = 0
+        self._counters = Counters()
+
+    # What subclasses define.
+
+    def schedule(self) -> SchedulerOutput:
+        raise NotImplementedError
+
+    def _enqueue(self, entry: Entry) -> None:
+        raise NotImplementedError
+
+    def _dequeue(self, entry: Entry) -> None:
+        raise NotImplementedError
+
+    def _on_started(self, entry: Entry) -> None: ...
+
+    def _on_stopped(self, entry: Entry) -> None: ...
+
+    def _on_advanced(self, entry: Entry) -> None: ...
+
+    # The front.
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._entries) - len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+          QueueFullError: `max_waiting` requests wait already.
+          InvalidRequestError: it could never run, even alone.
+          ValueError: an unfinished request has its id, or it has run before.
+        """
+        if request.request_id in self._entries:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
+            raise ValueError(f"request {request.request_id!r} is not a fresh one")
+        admission.check_queue(self.num_waiting, self._config.max_waiting)
+        admission.check_fits_pool(request, self._kv.pool.num_blocks, self._kv.block_size)
+        entry = Entry(request, self._policy.key(request, self._num_added))
+        self._num_added += 1
+        self._entries[request.request_id] = entry
+        self._enqueue(entry)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """End requests in whatever state they are, and free all they hold at once. Unknown ids are ignored.
+
+        Returns those that ended by it.
+        """
+        ended = []
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                self._end(entry, FinishReason.ABORT)
+                ended.append(entry.request)
+        return ended
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a request for a reason found outside (a stop string). No change if it has ended already."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._end(entry, reason, stop_reason)
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
+        """Accept what a step computed. The only place where `num_computed_tokens` moves forward.
+
+        Rows of requests that were aborted, finished or preempted since the plan was made are ignored.
+
+        Returns one update for every request with new tokens, new prompt logprobs, or an end.
+        Raises:
+          RuntimeError: the result doesn't belong to the plan.
+        """
+        updates = []
+        for item in plan.scheduled:
+            entry = self._entries.get(item.request_id)
+            if entry is None or entry.request is not item.request:
+                continue
+            if item.request.status is not RequestStatus.RUNNING or plan.step_id < entry.admitted_step:
+                continue
+            update = self._accept(entry, item, result)
+            if update is not None:
+                updates.append(update)
+        return updates
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        """Write everything the scheduler counts; steps, useful and padded tokens and times are the engine's."""
+        counters = self._counters
+        stats.num_running = self.num_running
+        stats.num_waiting = self.num_waiting
+        stats.num_blocks = self._kv.pool.num_blocks
+        stats.num_free_blocks = self._kv.pool.num_free
+        stats.prompt_tokens = counters.prompt_tokens
+        stats.cached_prompt_tokens = counters.cached_prompt_tokens
+        stats.generation_tokens = counters.generation_tokens
+        stats.preemptions = counters.preemptions
+        stats.evictions = self._kv.pool.evictions
+        stats.prefix_cache_queries = counters.prefix_cache_queries
+        stats.prefix_cache_hits = counters.prefix_cache_hits
+        stats.finished = dict(counters.finished)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is inconsistent. Slow; for tests and debugging."""
+        running = [entry.request for entry in self._running]
+        keys = [entry.key for entry in self._running]
+        assert keys == sorted(set(keys)), f"running requests out of order: {keys}"
+        slots = [request.slot for request in running]
+        assert None not in slots, f"running without a slot: {slots}"
+        assert sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) == list(
+            range(self._config.max_num_seqs)
+        ), f"slots in use {slots}, free {sorted(self._free_slots)}"
+        for request_id, entry in self._entries.items():
+            self._check_request(request_id, entry.request)
+        for request in running:
+            assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
+            assert self._entries[request.request_id].request is request
+        assert sum(e.request.status is RequestStatus.RUNNING for e in self._entries.values()) == len(running)
+        self._kv.check_integrity(running)
+
+    def _check_request(self, request_id: str, request: Request) -> None:
+        assert request.request_id == request_id
+        assert not request.is_finished, f"{request_id} has ended and is still known"
+        assert 0 <= request.num_computed_tokens < request.num_tokens, (
+            f"{request_id} has {request.num_computed_tokens} computed of {request.num_tokens} tokens"
+        )
+        assert request.num_output_tokens < max(request.max_tokens, 1), f"{request_id} is past max_tokens"
+        if request.status is RequestStatus.WAITING:
+            assert request.slot is None, f"{request_id} waits and has slot {request.slot}"
+            assert request.num_computed_tokens == 0, f"{request_id} waits with computed tokens"
+
+    # Life of one request.
+
+    def _start(self, entry: Entry, num_computed_tokens: int) -> None:
+        """WAITING -> RUNNING. Its block table exists already."""
+        request = entry.request
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        request.num_computed_tokens = num_computed_tokens
+        entry.admitted_step = self._step_id
+        entry.is_new = True
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_computed_tokens
+            self._counters.prompt_tokens += request.num_prompt_tokens
+            self._counters.cached_prompt_tokens += num_computed_tokens
+        bisect.insort(self._running, entry, key=_key)
+        self._on_started(entry)
+
+    def _stop(self, entry: Entry) -> None:
+        """No longer RUNNING: gives back blocks and slot."""
+        request = entry.request
+        self._kv.free(request.request_id)
+        assert request.slot is not None
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = None
+        del self._running[bisect.bisect_left(self._running, entry.key, key=_key)]
+        self._on_stopped(entry)
+
+    def _end(self, entry: Entry, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        request = entry.request
+        if request.status is RequestStatus.RUNNING:
+            self._stop(entry)
+        else:
+            self._dequeue(entry)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        self._kv.forget(request.request_id)
+        del self._entries[request.request_id]
+        self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
+
+    def _scheduled(self, entry: Entry, num_tokens: int) -> ScheduledRequest:
+        """The row of a plan that advances `entry` by `num_tokens`."""
+        request = entry.request
+        start = request.num_computed_tokens
+        is_new = entry.is_new
+        entry.is_new = False
+        block_ids = self._kv.block_ids(request.request_id, start + num_tokens)
+        return ScheduledRequest(request, start, num_tokens, block_ids, is_new)
+
+    # One row of a step's result.
+
+    def _accept(
+        self, entry: Entry, item: ScheduledRequest, result: ModelRunnerOutput
+    ) -> RequestUpdate | None:
+        request = entry.request
+        request_id = request.request_id
+        if item.num_computed_tokens != request.num_computed_tokens:
+            raise RuntimeError(
+                f"a step computed tokens of {request_id} from {item.num_computed_tokens} on, "
+                f"but {request.num_computed_tokens} are computed: was this result accepted before?"
+            )
+        error = result.failed.get(request_id)
+        if error is not None:
+            self._kv.distrust(request_id)
+            self._end(entry, FinishReason.ERROR)
+            return RequestUpdate(request, [], error=error)
+        samples = item.samples
+        sampled = result.sampled_token_ids.get(request_id, [])
+        if samples != bool(sampled) and request.max_tokens > 0:
+            raise RuntimeError(
+                f"step {plan_text(item)} returned {len(sampled)} tokens"
+                f"{', at least one was due' if samples else ', none was due'}"
+            )
+        request.num_computed_tokens += item.num_scheduled_tokens
+        self._kv.commit(request)
+        self._on_advanced(entry)
+        prompt_logprobs = self._new_prompt_logprobs(entry, item, result)
+        if request.max_tokens == 0:
+            accepted: list[int] = []
+            if samples:
+                self._end(entry, FinishReason.LENGTH)
+        else:
+            accepted = self._append(entry, sampled)
+        self._counters.generation_tokens += len(accepted)
+        if not accepted and not prompt_logprobs and not request.is_finished:
+            return None
+        logprobs = result.logprobs.get(request_id)
+        if logprobs is not None:
+            logprobs = logprobs[: len(accepted)]
+        return RequestUpdate(request, accepted, logprobs, prompt_logprobs)
+
+    def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
+        """Add tokens to the output until one ends it. Returns those added."""
+        request = entry.request
+        for count, token in enumerate(sampled, start=1):
+            request.output_token_ids.append(token)
+            num_output = len(request.output_token_ids)
+            if token in request.stop_token_ids and num_output >= request.params.min_tokens:
+                named = token in request.params.stop_token_ids
+                self._end(entry, FinishReason.STOP, token if named else None)
+                return sampled[:count]
+            if num_output >= request.max_tokens:
+                self._end(entry, FinishReason.LENGTH)
+                return sampled[:count]
+        return sampled
+
+    def _new_prompt_logprobs(
+        self, entry: Entry, item: ScheduledRequest, result: ModelRunnerOutput
+    ) -> list[TokenLogprobs] | None:
+        """Entries not delivered before: a preempted request computes, and scores, its prompt again."""
+        scored = result.prompt_logprobs.get(item.request_id)
+        if scored is None:
+            return None
+        first = item.num_computed_tokens + 1  # position of scored[0]
+        fresh = scored[max(0, entry.num_scored_tokens - first) :]
+        entry.num_scored_tokens = max(entry.num_scored_tokens, first + len(scored))
+        return fresh or None
+
+
+def plan_text(item: ScheduledRequest) -> str:
+    """A few words about a row of a plan, for error texts."""
+    start = item.num_computed_tokens
+    return f"over tokens {start}..{start + item.num_scheduled_tokens} of {item.request_id}"
+
+
+def _key(entry: Entry) -> Key:
+    return entry.key

@@ -1,0 +1,224 @@
+"""Block tables of running requests: match a prefix, fork a sibling, allocate, grow, free.
+
+A request is given blocks for all its known tokens when it is admitted, so a prefill chunk can never find the pool
+empty; afterwards it grows a block at a time while it decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from jaxserve.request import Request
+from jaxserve.scheduler.block_pool import BlockPool
+from jaxserve.scheduler.prefix_hash import block_digest, root_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request need not compute. A finding only: no reference is held until `KVCacheManager.admit`.
+
+    Attributes:
+      block_ids: full blocks to share, from the first on.
+      num_tokens: tokens covered, those in `copy_source` included.
+      is_fork: taken from a running sibling's table, not found in the prefix table.
+      copy_source: a block of which the beginning is reused through a copy, because the request will write into it.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    is_fork: bool = False
+    copy_source: int | None = None
+
+
+@dataclass(slots=True)
+class _Table:
+    block_ids: list[int]
+    num_registered: int  # leading blocks whose digests were offered to the prefix table
+
+
+@dataclass(slots=True)
+class _DigestChain:
+    """Digests of a request's full blocks, computed as far as somebody asked. Outlives a preemption."""
+
+    root: bytes
+    digests: list[bytes] = field(default_factory=list)
+
+
+class KVCacheManager:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+        self.block_size = block_size
+        self._tables: dict[str, _Table] = {}
+        self._chains: dict[str, _DigestChain] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_reusable(self, request: Request, *, limit: int, source: Request | None = None) -> Reuse:
+        """The longest part of `request` that is in the cache.
+
+        Args:
+          limit: most tokens to reuse. At least one token is always left to compute.
+          source: a running request with the same prompt, all of it computed, to fork from.
+        """
+        limit = min(limit, request.num_tokens - 1)
+        shared = self._match_prefix(request, limit)
+        num_shared = len(shared) * self.block_size
+        if source is not None:
+            num_forked = request.num_prompt_tokens - 1
+            if num_shared < num_forked <= limit:
+                table = self._tables[source.request_id].block_ids
+                full, partial = divmod(num_forked, self.block_size)
+                return Reuse(tuple(table[:full]), num_forked, True, table[full] if partial else None)
+        return Reuse(tuple(shared), num_shared)
+
+    def _match_prefix(self, request: Request, limit: int) -> list[int]:
+        shared: list[int] = []
+        if not self.pool.enable_prefix_caching:
+            return shared
+        for index in range(limit // self.block_size):
+            block_id = self.pool.lookup(self._digest(request, index))
+            if block_id is None:
+                break
+            shared.append(block_id)
+        return shared
+
+    def _digest(self, request: Request, index: int) -> bytes:
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            chain = self._chains[request.request_id] = _DigestChain(root_digest(request.cache_salt))
+        digests = chain.digests
+        while len(digests) <= index:
+            start = len(digests) * self.block_size
+            previous = digests[-1] if digests else chain.root
+            digests.append(block_digest(previous, request.token_ids(start, start + self.block_size)))
+        return digests[index]
+
+    def num_missing(self, reuse: Reuse, num_tokens: int) -> int:
+        """Blocks that must become free before a table for `num_tokens` tokens can be made; none if <= 0."""
+        needed = self.blocks_for(num_tokens) - len(reuse.block_ids)
+        idle_hits = sum(1 for block_id in reuse.block_ids if self.pool.ref_count(block_id) == 0)
+        return needed - (self.pool.num_free - idle_hits)
+
+    def admit(self, request: Request, reuse: Reuse, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Make a block table for `num_tokens` tokens. Returns the (source, destination) block to copy, if any.
+
+        Raises:
+          ValueError: not enough blocks are free; nothing changes then.
+        """
+        assert request.request_id not in self._tables, f"{request.request_id} already has a block table"
+        missing = self.num_missing(reuse, num_tokens)
+        if missing > 0:
+            raise ValueError(f"{missing} KV blocks short for {request.request_id}")
+        # Hits are referenced before anything is allocated: an allocation evicts free blocks, and hits may be free.
+        self.pool.touch(reuse.block_ids)
+        shared = len(reuse.block_ids)
+        own = self.pool.allocate(self.blocks_for(num_tokens) - shared)
+        self._tables[request.request_id] = _Table([*reuse.block_ids, *own], shared)
+        return () if reuse.copy_source is None else ((reuse.copy_source, own[0]),)
+
+    def capacity(self, request_id: str) -> int:
+        """Tokens that fit into the request's table as it is."""
+        return len(self._tables[request_id].block_ids) * self.block_size
+
+    def grow(self, request_id: str, num_tokens: int) -> bool:
+        """Lengthen a table to hold `num_tokens` tokens. False, and no change, when too few blocks are free."""
+        table = self._tables[request_id].block_ids
+        extra = self.blocks_for(num_tokens) - len(table)
+        if extra > self.pool.num_free:
+            return False
+        if extra > 0:
+            table.extend(self.pool.allocate(extra))
+        return True
+
+    def block_ids(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
+        """A copy of the beginning of the table, just long enough for `num_tokens` tokens."""
+        return tuple(self._tables[request_id].block_ids[: self.blocks_for(num_tokens)])
+
+    def commit(self, request: Request) -> None:
+        """Offer every full block that is computed by now to the prefix table."""
+        if not self.pool.enable_prefix_caching:
+            return
+        table = self._tables[request.request_id]
+        full = request.num_computed_tokens // self.block_size
+        for index in range(table.num_registered, full):
+            self.pool.register(self._digest(request, index), table.block_ids[index])
+        table.num_registered = max(table.num_registered, full)
+
+    def free(self, request_id: str) -> None:
+        """Drop the table and its references."""
+        self.pool.free(self._tables.pop(request_id).block_ids)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered about a request that has ended."""
+        self._chains.pop(request_id, None)
+
+    def distrust(self, request_id: str) -> None:
+        """Take every block of a failed request out of the prefix table: any of them may hold non-finite entries."""
+        for block_id in self._tables[request_id].block_ids:
+            self.pool.unregister(block_id)
+
+    def victims_for(
+        self, candidates: Iterable[Request], missing: int, keep: Collection[int]
+    ) -> list[Request] | None:
+        """The first candidates whose blocks, freed together, give `missing` free ones; None if all are not enough.
+
+        At least one is named. Blocks in `keep` do not count, nor do blocks that others hold as well.
+        """
+        held: dict[int, int] = {}
+        gained = 0
+        victims = []
+        for candidate in candidates:
+            victims.append(candidate)
+            for block_id in self._tables[candidate.request_id].block_ids:
+                held[block_id] = held.get(block_id, 0) + 1
+                if held[block_id] == self.pool.ref_count(block_id) and block_id not in keep:
+                    gained += 1
+            if gained >= missing:
+                return victims
+        return None
+
+    def check_integrity(self, running: Collection[Request]) -> None:
+        """Raises AssertionError naming what is inconsistent between the pool and the tables of `running`."""
+        self.pool.check_integrity()
+        assert set(self._tables) == {request.request_id for request in running}, (
+            f"tables of {sorted(self._tables)}, running {sorted(r.request_id for r in running)}"
+        )
+        held = [0] * (self.pool.num_blocks + 1)
+        for request in running:
+            table = self._tables[request.request_id].block_ids
+            assert len(set(table)) == len(table), (
+                f"{request.request_id} has a block twice in its table: {table}"
+            )
+            assert len(table) >= self.blocks_for(request.num_computed_tokens), (
+                f"{request.request_id} has {len(table)} blocks for {request.num_computed_tokens} computed tokens"
+            )
+            for block_id in table:
+                held[block_id] += 1
+        for block_id, count in enumerate(held):
+            assert count == self.pool.ref_count(block_id), (
+                f"block {block_id} is in {count} tables and has {self.pool.ref_count(block_id)} references"
+            )
+        used = sum(1 for count in held if count)
+        assert used + self.pool.num_free == self.pool.num_blocks, (
+            f"{used} used and {self.pool.num_free} free of {self.pool.num_blocks} blocks"
+        )
+        for request in running:
+            self._check_table(request)
+
+    def _check_table(self, request: Request) -> None:
+        table = self._tables[request.request_id].block_ids
+        full = request.num_computed_tokens // self.block_size
+        for index, block_id in enumerate(table):
+            digest = self.pool.digest(block_id)
+            if index < full:
+                assert digest is None or digest == self._digest(request, index), (
+                    f"block {block_id} of {request.request_id} is in the prefix table for other tokens"
+                )
+            else:
+                assert digest is None, f"{request.request_id} will write into cached block {block_id}"
+                assert self.pool.ref_count(block_id) == 1, (
+                    f"{request.request_id} will write into shared block {block_id}"
+                )

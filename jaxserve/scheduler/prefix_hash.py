@@ -1,0 +1,34 @@
+"""Names of KV blocks by content: chained SHA-256, so equal names mean equal tokens at equal positions under one salt.
+
+A cryptographic digest, never Python's `hash()`: that one is predictable, differs between processes, and
+collides on purpose-made input, which would hand one user's KV entries to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_VERSION = b"jaxserve/prefix/1"
+
+
+def root_digest(cache_salt: str | None) -> bytes:
+    """Start of a chain. Salts are type-tagged and length-prefixed: no salt, "" and "x" start different chains.
+
+    Raises:
+      TypeError: the salt is neither a string nor None.
+    """
+    if cache_salt is None:
+        tagged = b"none:"
+    elif isinstance(cache_salt, str):
+        data = cache_salt.encode("utf-8", "surrogatepass")
+        tagged = b"salt:" + struct.pack("<Q", len(data)) + data
+    else:
+        raise TypeError(f"cache_salt must be a string, got {type(cache_salt).__name__}")
+    return hashlib.sha256(struct.pack("<Q", len(_VERSION)) + _VERSION + tagged).digest()
+
+
+def block_digest(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    """Digest of one full block: of the chain before it and its token ids as little-endian 64-bit numbers."""
+    return hashlib.sha256(previous + struct.pack(f"<{len(token_ids)}Q", *token_ids)).digest()

@@ -1,0 +1,231 @@
+"""Continuous batching: which tokens of which requests run in the next step.
+
+A step is planned in three stages. Running requests that lack a block for their next token get one, if need be from
+the last in order (preemption by recompute). Waiting requests are admitted while slots, budget and blocks allow; one
+that is admitted holds blocks for all its known tokens. Then the token budget is divided: requests that decode first,
+the rest to prefills as `policy.py` says. Blocks never move once tokens are being divided, so a plan is never revised.
+"""
+
+from __future__ import annotations
+
+from jaxserve.config import ResolvedConfig
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduler import admission
+from jaxserve.scheduler.base import BaseScheduler, Entry
+from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
+from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.policy import ChunkedPrefillPolicy, PrefillBudget
+from jaxserve.scheduler.siblings import SiblingIndex
+from jaxserve.scheduler.waiting_queue import WaitingQueue
+
+
+class Scheduler(BaseScheduler):
+    """The order is (priority, arrival) everywhere. The first in it is never preempted, so there is always progress."""
+
+    def __init__(
+        self, config: ResolvedConfig, num_blocks: int, *, policy: ChunkedPrefillPolicy | None = None
+    ) -> None:
+        super().__init__(
+            config,
+            KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
+            policy or ChunkedPrefillPolicy(config.max_prefill_chunk),
+        )
+        # Apart, so that finding the first short one never means walking past a thousand long ones.
+        self._short_queue = WaitingQueue()
+        self._long_queue = WaitingQueue()
+        self._siblings = SiblingIndex()
+        self._preempted: list[Request] = []
+        self._copies: dict[str, tuple[tuple[int, int], ...]] = {}
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. Its result must be accepted before the next plan is made."""
+        self._preempted = []
+        self._copies = {}
+        self._grow_running()
+        if self._short_queue or self._long_queue:
+            self._admit_waiting()
+        plan = SchedulerOutput(
+            step_id=self._step_id,
+            scheduled=self._divide_budget(),
+            block_copies=tuple(pair for pairs in self._copies.values() for pair in pairs),
+            preempted=tuple(self._preempted),
+        )
+        self._step_id += 1
+        return plan
+
+    # Stage 1: blocks for those that run.
+
+    def _grow_running(self) -> None:
+        for entry in list(self._running):
+            request = entry.request
+            while request.status is RequestStatus.RUNNING and not self._kv.grow(
+                request.request_id, request.num_tokens
+            ):
+                self._preempt(self._running[-1])  # itself, when it is the last
+
+    def _preempt(self, entry: Entry) -> None:
+        """RUNNING -> WAITING. Its tokens are kept, and its computed blocks stay findable as long as they are free."""
+        self._stop(entry)
+        request = entry.request
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._preempted.append(request)
+        self._copies.pop(request.request_id, None)
+        self._enqueue(entry)
+
+    # Stage 2: admission.
+
+    def _admit_waiting(self) -> None:
+        budget = self._prefill_budget()
+        long_open = True
+        while True:
+            first_long = self._long_queue.peek() if long_open else None
+            first_short = self._short_queue.peek()
+            if first_short and not budget.admits_short(long_waits=first_long is not None):
+                first_short = None
+            if not first_short and not first_long:
+                return
+            from_long = not first_short or (first_long is not None and first_long < first_short)
+            head = first_long if from_long else first_short
+            assert head is not None
+            entry = self._entries[head[1]]
+            request = entry.request
+            if not self._free_slots and not self._lower_priority_runs(request):
+                return
+            if request in self._preempted:
+                return  # it just made room for others
+            source = self._siblings.source_for(request)
+            limit = self._reuse_limit(entry)
+            may_fork = limit >= request.num_prompt_tokens - 1
+            if source is None and may_fork and self._siblings.has_running(request.group_id):
+                self._dequeue(entry)
+                self._siblings.park(request)
+                continue
+            reuse = self._kv.find_reusable(request, limit=limit, source=source)
+            num_uncomputed = request.num_tokens - reuse.num_tokens
+            if self._policy.is_long(num_uncomputed):
+                if not budget.admits_long(entry.key):
+                    if from_long:
+                        long_open = False
+                    else:  # what was to make it short is gone
+                        self._dequeue(entry)
+                        self._long_queue.push(entry.key, request.request_id)
+                    continue
+            elif not budget.admits_short(long_waits=False):
+                long_open = False  # only a head of the long queue gets here
+                continue
+            is_first = request.num_cached_tokens is None
+            if not self._admit(entry, reuse):
+                return  # nobody behind may take the blocks that the head waits for
+            budget.add(entry.key, num_uncomputed)
+            if is_first and limit and not reuse.is_fork and self._kv.pool.enable_prefix_caching:
+                self._counters.prefix_cache_queries += request.num_prompt_tokens
+                self._counters.prefix_cache_hits += reuse.num_tokens
+
+    def _prefill_budget(self) -> PrefillBudget:
+        uncomputed = [(entry.key, entry.request.num_uncomputed_tokens) for entry in self._running]
+        num_decodes = sum(1 for _, count in uncomputed if count == 1)
+        budget = PrefillBudget(self._policy, self._config.max_num_batched_tokens - num_decodes)
+        for key, count in uncomputed:
+            if count > 1:
+                budget.add(key, count)
+        return budget
+
+    def _reuse_limit(self, entry: Entry) -> int:
+        """Most tokens to take from the cache: the logits of a cached position are not computed again."""
+        request = entry.request
+        if request.params.prompt_logprobs is None or request.index != 0:
+            return request.num_tokens
+        if entry.num_scored_tokens >= request.num_prompt_tokens:
+            return request.num_tokens  # all delivered before it was preempted
+        return entry.num_scored_tokens - 1
+
+    def _admit(self, entry: Entry, reuse: Reuse) -> bool:
+        """Start a waiting request, if need be in place of running ones of strictly lower priority."""
+        request = entry.request
+        num_tokens = admission.tokens_to_start(request)
+        missing = self._kv.num_missing(reuse, num_tokens)
+        missing += admission.blocks_kept_free(request, len(self._running))
+        if missing > 0 or not self._free_slots:
+            lower = (e.request for e in reversed(self._running) if e.request.priority > request.priority)
+            victims = self._kv.victims_for(lower, missing, keep=frozenset(reuse.block_ids))
+            if victims is None:
+                return False
+            for victim in victims:
+                self._preempt(self._entries[victim.request_id])
+        self._dequeue(entry)
+        copies = self._kv.admit(request, reuse, num_tokens)
+        if copies:
+            self._copies[request.request_id] = copies
+        self._start(entry, reuse.num_tokens)
+        return True
+
+    def _lower_priority_runs(self, request: Request) -> bool:
+        return bool(self._running) and self._running[-1].request.priority > request.priority
+
+    # Stage 3: tokens.
+
+    def _divide_budget(self) -> tuple[ScheduledRequest, ...]:
+        decodes: list[ScheduledRequest] = []
+        prefills: list[Entry] = []
+        for entry in self._running:
+            if entry.request.num_uncomputed_tokens == 1:
+                decodes.append(self._scheduled(entry, 1))
+            else:
+                prefills.append(entry)
+        if not prefills:
+            return tuple(decodes)
+        grants = self._policy.divide(
+            [entry.request.num_uncomputed_tokens for entry in prefills],
+            self._config.max_num_batched_tokens - len(decodes),
+        )
+        chunks = [
+            self._scheduled(entry, grant) for entry, grant in zip(prefills, grants, strict=True) if grant
+        ]
+        # A chunk of one token is like a decode to whoever packs the batch.
+        chunks.sort(key=lambda item: item.num_scheduled_tokens > 1)
+        return (*decodes, *chunks)
+
+    # Queues and groups.
+
+    def _enqueue(self, entry: Entry) -> None:
+        # By all known tokens; how many of them the cache saves is found out at the head of the queue.
+        is_long = self._policy.is_long(entry.request.num_tokens)
+        queue = self._long_queue if is_long else self._short_queue
+        queue.push(entry.key, entry.request.request_id)
+
+    def _dequeue(self, entry: Entry) -> None:
+        request_id = entry.request.request_id
+        if request_id in self._short_queue:
+            self._short_queue.remove(request_id)
+        elif request_id in self._long_queue:
+            self._long_queue.remove(request_id)
+        else:
+            assert self._siblings.unpark(entry.request), f"{request_id} waits nowhere"
+
+    def _on_started(self, entry: Entry) -> None:
+        self._siblings.started(entry.request)
+
+    def _on_stopped(self, entry: Entry) -> None:
+        for request_id in self._siblings.stopped(entry.request):
+            self._enqueue(self._entries[request_id])
+
+    def _on_advanced(self, entry: Entry) -> None:
+        request = entry.request
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            for request_id in self._siblings.prompt_computed(request.group_id):
+                # A fork leaves it one token to compute, however long the prompt is.
+                self._short_queue.push(self._entries[request_id].key, request_id)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self._siblings.check_integrity()
+        for request_id, entry in self._entries.items():
+            places = (request_id in self._short_queue) + (request_id in self._long_queue)
+            places += self._siblings.is_parked(entry.request)
+            waits = entry.request.status is RequestStatus.WAITING
+            assert places == waits, (
+                f"{request_id} ({entry.request.status.value}) is queued in {places} places"
+            )
