@@ -1,0 +1,191 @@
+"""Weights in a file, whichever format: what is there, whether it fits the model, and how it reaches the device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from jaxserve.errors import CheckpointError
+from jaxserve.models.registry import WeightSpec, set_by_path
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
+
+    from jaxserve.progress import Progress
+
+    # One sharding for all leaves, or one chosen for each.
+    ShardingChoice = Sharding | Callable[[WeightSpec], Sharding] | None
+
+# Files may carry these without harm: buffers that old exporters saved and that follow from the config.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(masked_bias|attn\.bias)$")
+_SHOWN_DIFFERENCES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor as a file describes it. `dtype` is the name of the type that `WeightReader.read` would return."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+
+
+class WeightReader(Protocol):
+    """Tensors of one checkpoint, matched with the model's parameters; nothing is read before it is asked for."""
+
+    specs: Sequence[WeightSpec]
+
+    def leaf_dtype(self, spec: WeightSpec) -> str:
+        """Name of the type in which this leaf's values are exact."""
+
+    def load(
+        self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
+    ) -> dict[WeightSpec, jax.Array]:
+        """Every leaf on the device in `dtype` (None: each in its own `leaf_dtype`).
+
+        Raises:
+          CheckpointError: the file is damaged.
+        """
+
+
+def check_tensors(
+    specs: Iterable[WeightSpec],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    name_of: Callable[[WeightSpec], str],
+    where: Path,
+    expected_by: str,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Compare what the file has with what the model needs.
+
+    Args:
+      tensors: by the name they have in the file.
+      name_of: a parameter's name in this kind of file.
+      expected_by: who says so, e.g. "config.json"; part of the message.
+      ignored: further names that may be in the file although the model has no use for them.
+
+    Raises:
+      CheckpointError: one line with the first few differences and how many more there are.
+    """
+    differences: list[str] = []
+    expected = {name_of(spec): spec for spec in specs}
+    for name, spec in expected.items():
+        info = tensors.get(name)
+        if info is None:
+            if not spec.optional:
+                differences.append(f"{name} is missing")
+        elif info.shape != spec.shape:
+            place = f" in {info.file.name}" if info.file != where else ""
+            differences.append(
+                f"{name}{place} has shape {list(info.shape)}, {expected_by} asks for {list(spec.shape)}"
+            )
+    for name in tensors:
+        if name not in expected and not _HARMLESS.search(name) and not ignored(name):
+            differences.append(f"{name} is not part of the model that {expected_by} describes")
+    if differences:
+        raise CheckpointError(f"{where}: {summarise(differences)}")
+
+
+def summarise(differences: Sequence[str]) -> str:
+    """The first few on one line, and the number of the others."""
+    more = len(differences) - _SHOWN_DIFFERENCES
+    text = "; ".join(differences[:_SHOWN_DIFFERENCES])
+    return f"{text}; and {more} more differences" if more > 0 else text
+
+
+def place_on_device(array: np.ndarray, dtype: Any, sharding: Sharding) -> jax.Array:
+    """Cast on the host, where the source array is freed at once, then transfer.
+
+    A cast that overflows gives inf, which `check_finite` then refuses.
+    """
+    import jax
+
+    with np.errstate(over="ignore"):
+        # On a CPU the transfer may alias the host array, so a view of a mapped file must become a copy of its own.
+        host = (
+            np.array(array, dtype=dtype, copy=True) if not array.flags.owndata else np.asarray(array, dtype)
+        )
+    return jax.device_put(host, sharding)
+
+
+def sharding_of(choice: ShardingChoice, spec: WeightSpec) -> Sharding:
+    """The sharding chosen for a leaf; without a choice, the default device."""
+    import jax
+
+    if choice is None:
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(choice, jax.sharding.Sharding):
+        return choice
+    return choice(spec)
+
+
+def load_from_host(
+    reader: WeightReader,
+    read: Callable[[WeightSpec], np.ndarray],
+    dtype: Any,
+    sharding: ShardingChoice,
+    progress: Progress | None,
+) -> dict[WeightSpec, jax.Array]:
+    """`WeightReader.load` for files that are read tensor by tensor: one host copy at a time."""
+    import jax.numpy as jnp
+
+    arrays: dict[WeightSpec, jax.Array] = {}
+    for done, spec in enumerate(reader.specs):
+        if progress is not None:
+            progress("Loading weights", done, len(reader.specs))
+        wanted = jnp.dtype(dtype or reader.leaf_dtype(spec))
+        arrays[spec] = place_on_device(read(spec), wanted, sharding_of(sharding, spec))
+    if progress is not None:
+        progress("Loading weights", len(reader.specs), len(reader.specs))
+    return arrays
+
+
+def check_finite(arrays: Mapping[WeightSpec, jax.Array], where: Path) -> None:
+    """Refuse NaN and infinity: one of them in a weight turns every answer into token 0 for ever.
+
+    Reduced on the device; one small array comes back.
+
+    Raises:
+      CheckpointError: names the first such tensors.
+    """
+    import jax.numpy as jnp
+
+    if not arrays:
+        return
+    is_finite = np.asarray(jnp.stack([jnp.isfinite(array).all() for array in arrays.values()]))
+    names = [spec.hf_name for spec, finite in zip(arrays, is_finite, strict=True) if not finite]
+    if names:
+        dtype = next(iter(arrays.values())).dtype.name
+        raise CheckpointError(
+            f"{where}: {', '.join(names[:_SHOWN_DIFFERENCES])} "
+            f"{'holds' if len(names) == 1 else 'hold'} NaN or infinite values (as {dtype})"
+            + (
+                f"; and {len(names) - _SHOWN_DIFFERENCES} more tensors"
+                if len(names) > _SHOWN_DIFFERENCES
+                else ""
+            )
+        )
+
+
+def as_tree(arrays: Mapping[WeightSpec, Any]) -> dict[Any, Any]:
+    """Nested dict keyed by each spec's path."""
+    tree: dict[Any, Any] = {}
+    for spec, array in arrays.items():
+        set_by_path(tree, spec.path, array)
+    return tree
+
+
+def main_dtype(reader: WeightReader) -> str:
+    """The type that holds most of the weights."""
+    sizes: dict[str, int] = {}
+    for spec in reader.specs:
+        name = reader.leaf_dtype(spec)
+        sizes[name] = sizes.get(name, 0) + int(np.prod(spec.shape))
+    return max(sizes, key=lambda name: sizes[name])
