@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
@@ -39,7 +39,6 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
-T = TypeVar("T")
 
 
 class Validator(Protocol):
@@ -444,5 +443,5 @@ def _generation_requests(
     )
 
 
-def _or(value: T | None, default: T) -> T:
+def _or[T](value: T | None, default: T) -> T:
     return default if value is None else value

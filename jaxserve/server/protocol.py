@@ -17,7 +17,7 @@ vLLM gave them.
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -182,7 +182,6 @@ _UNHONOURED = (
     "prompt_cache_retention",
 )
 
-Body = TypeVar("Body", bound=msgspec.Struct)
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`$")
 _NAMED_FIELD = re.compile(r"(?:unknown|required) field `(?P<name>.*?)`")
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -202,7 +201,7 @@ def decode_chat(data: bytes) -> ChatCompletionBody:
     return body
 
 
-def decode(data: bytes, kind: type[Body]) -> Body:
+def decode[Body: msgspec.Struct](data: bytes, kind: type[Body]) -> Body:
     """JSON bytes to `kind`; anything malformed (NaN, lone surrogates, bad UTF-8, deep nesting) is refused.
 
     Raises:

@@ -1,0 +1,132 @@
+"""The engine's options on the command line, for every command that starts an engine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from jaxserve.config import EngineConfig
+
+PANEL = "Engine"
+
+
+class DTypeChoice(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class SchedulerChoice(StrEnum):
+    continuous = "continuous"
+    static = "static"
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="What to run: a name from `jaxserve pull --list` (fetched on first use), a Hugging Face directory, "
+        "a .gguf file, or a checkpoint that `jaxserve convert` wrote."
+    ),
+]
+DType = Annotated[
+    DTypeChoice,
+    typer.Option(
+        help="Type of weights and KV cache; auto is float32 on a CPU, bfloat16 elsewhere.",
+        rich_help_panel=PANEL,
+    ),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest prompt and output together, in tokens [default: the model's].",
+        rich_help_panel=PANEL,
+    ),
+]
+MaxNumSeqs = Annotated[
+    int | None, typer.Option(min=1, help="Most sequences computed in one step.", rich_help_panel=PANEL)
+]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Most tokens computed in one step, all sequences together.", rich_help_panel=PANEL
+    ),
+]
+MaxPrefillChunk = Annotated[
+    int | None,
+    typer.Option(min=1, help="Most prompt tokens of one request in one step.", rich_help_panel=PANEL),
+]
+BlockSize = Annotated[
+    int, typer.Option(min=1, help="Tokens in a block of the KV cache.", rich_help_panel=PANEL)
+]
+NumGpuBlocksOverride = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Blocks of the KV cache, on any device [default: from free memory].",
+        rich_help_panel=PANEL,
+    ),
+]
+KvCacheMemoryFraction = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, max=1.0, help="Share of the device's free memory for the KV cache.", rich_help_panel=PANEL
+    ),
+]
+EnablePrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Compute equal beginnings of prompts once.",
+        rich_help_panel=PANEL,
+    ),
+]
+Scheduler = Annotated[
+    SchedulerChoice,
+    typer.Option(
+        help="continuous, or static (a batch runs until its last member ends: the baseline to compare with).",
+        rich_help_panel=PANEL,
+    ),
+]
+AttentionBackend = Annotated[
+    str, typer.Option(help="auto, or the name of an attention backend.", rich_help_panel=PANEL)
+]
+Seed = Annotated[
+    int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)
+]
+
+
+def engine_config(
+    *,
+    dtype: DTypeChoice,
+    max_model_len: int | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    max_prefill_chunk: int | None,
+    block_size: int,
+    num_gpu_blocks_override: int | None,
+    kv_cache_memory_fraction: float | None,
+    enable_prefix_caching: bool,
+    scheduler: SchedulerChoice,
+    attention_backend: str,
+    seed: int,
+    max_waiting: int = 4096,
+) -> EngineConfig:
+    """The configuration that the flags ask for."""
+    return EngineConfig(
+        dtype=dtype.value,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=max_prefill_chunk,
+        block_size=block_size,
+        num_blocks=num_gpu_blocks_override,
+        kv_cache_memory_fraction=kv_cache_memory_fraction,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduler=scheduler.value,
+        attention_backend=attention_backend,
+        seed=seed,
+        max_waiting=max_waiting,
+    )

@@ -1,0 +1,123 @@
+"""`jaxserve serve`: the OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli import engine_options as options
+
+PANEL = "Server"
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.", rich_help_panel=PANEL)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=PANEL)
+    ] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that requests use; may be given several times [default: the model's].",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="JAXSERVE_API_KEY",
+            show_envvar=True,
+            help="Key that clients must send (`Authorization: Bearer KEY`); the variable keeps it out of the process "
+            "list. /health, /metrics and /version stay open.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Web origin whose pages may call the server from a browser; may be given several times "
+            "[default: *, any].",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Sequences that may wait; more get 503.", rich_help_panel=PANEL)
+    ] = 4096,
+    shutdown_grace: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Seconds that running requests get to end after SIGTERM or Ctrl-C.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 30.0,
+    dtype: options.DType = options.DTypeChoice.auto,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_prefill_chunk: options.MaxPrefillChunk = None,
+    block_size: options.BlockSize = 32,
+    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
+    kv_cache_memory_fraction: options.KvCacheMemoryFraction = None,
+    enable_prefix_caching: options.EnablePrefixCaching = True,
+    scheduler: options.Scheduler = options.SchedulerChoice.continuous,
+    attention_backend: options.AttentionBackend = "auto",
+    seed: options.Seed = 0,
+) -> int:
+    """Serve a model over HTTP, with the OpenAI API.
+
+    Takes POST /v1/completions and /v1/chat/completions (streamed or not), GET /v1/models, /health, /metrics and
+    /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running
+    answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for bad input.
+
+    \b
+    Examples:
+      jaxserve serve --model smollm2
+      jaxserve serve --model ./TinyLlama-1.1B-Chat --port 9000 --api-key secret
+      curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
+        -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
+    """
+    # Imported here so that `jaxserve --help` needs neither aiohttp nor jax.
+    from jaxserve.engine_factory import create_engine
+    from jaxserve.progress import BarProgress
+    from jaxserve.server.app import ServerOptions
+    from jaxserve.server.run import RunOptions, bind, run_server
+
+    if api_key == "":
+        raise typer.BadParameter("--api-key must not be empty")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    config = options.engine_config(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_prefill_chunk=max_prefill_chunk,
+        block_size=block_size,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        kv_cache_memory_fraction=kv_cache_memory_fraction,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduler=scheduler,
+        attention_backend=attention_backend,
+        seed=seed,
+        max_waiting=max_waiting,
+    )
+    names = tuple(served_model_name or ())
+    sock = bind(host, port)
+    with sock:
+        with BarProgress() as progress:
+            engine = create_engine(model, config, served_name=names[0] if names else None, progress=progress)
+        return run_server(
+            engine,
+            sock,
+            RunOptions(
+                server=ServerOptions(api_key=api_key, allowed_origins=tuple(allowed_origins or ("*",))),
+                model_names=names,
+                shutdown_grace=shutdown_grace,
+            ),
+            announce=lambda line: print(line, flush=True),
+        )

@@ -1,0 +1,322 @@
+"""The HTTP application: routes, middlewares, and the handlers that tie conversion, engine and responses together."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import importlib.metadata
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
+from jaxserve.server import metrics
+from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
+from jaxserve.server.errors import ApiError, error_body, model_not_found, to_api_error
+from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.responses import ResponseBuilder
+from jaxserve.server.stream import send_stream
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+PREPARE_THREADS = 2
+MIN_BODY_BYTES = 4 * 1024 * 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """How the server behaves towards its clients.
+
+    Attributes:
+      api_key: required as `Authorization: Bearer KEY` on everything but `OPEN_PATHS`; None asks for none.
+      allowed_origins: origins that browsers may call from; "*" is any.
+      max_open_requests: HTTP requests in progress beyond which new ones get 503.
+    """
+
+    api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ("*",)
+    max_open_requests: int = 8192
+
+
+class Server:
+    """The handlers and what they share. `build_app` makes the aiohttp application around it."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        context: ServingContext,
+        server_metrics: ServerMetrics,
+        options: ServerOptions,
+    ) -> None:
+        self.engine = engine
+        self.context = context
+        self.options = options
+        self.metrics = server_metrics
+        longest = MAX_BYTES_PER_CHAR * context.tokenizer.max_chars_for(context.max_model_len)
+        self.max_body_bytes = min(max(MIN_BODY_BYTES, longest), MAX_BODY_BYTES)
+        self.is_draining = False
+        self._created = int(time.time())
+        self._open = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="jaxserve-prepare")
+
+    # Life.
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Take nothing new, let what runs come to its end within the grace, then end the rest with an error."""
+        self.is_draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_seconds)
+        except TimeoutError:
+            logger.warning("%d requests did not end within the grace", self._open)
+            self.engine.fail_all(EngineDeadError("the server is shutting down"))
+            try:
+                await asyncio.wait_for(self._idle.wait(), 2.0)  # time to write the error event
+            except TimeoutError:
+                logger.warning("%d clients do not read their answers", self._open)
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # Generation.
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/completions`."""
+        return await self._generate(request, "/v1/completions")
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/chat/completions`."""
+        return await self._generate(request, "/v1/chat/completions")
+
+    async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        self._check_open()
+        self._open += 1
+        self._idle.clear()
+        try:
+            data = await read_body(request, self.max_body_bytes)
+            loop = asyncio.get_running_loop()
+            prepared = await loop.run_in_executor(self._pool, prepare, endpoint, data, self.context)
+            del data
+            with self.engine.open(prepared.prompts) as outputs:
+                await outputs.admitted()
+                if prepared.stream:
+                    return await send_stream(request, prepared, outputs, self.context.tokenizer)
+                builder = ResponseBuilder(prepared, self.context.tokenizer)
+                while news := await outputs.next():
+                    for output in news:
+                        builder.add(output)
+            return await self._json_response(prepared, builder)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def _json_response(self, prepared: PreparedRequest, builder: ResponseBuilder) -> web.Response:
+        if prepared.num_logprobs is None:
+            return json_response(builder.to_json())
+        loop = asyncio.get_running_loop()  # may be megabytes
+        body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(builder.to_json()))
+        return web.Response(body=body, content_type="application/json")
+
+    def _check_open(self) -> None:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+        if not self.engine.is_alive:
+            raise EngineDeadError("the engine has stopped")
+        if self._open >= self.options.max_open_requests:
+            raise QueueFullError(
+                f"{self._open} requests are in progress, at most {self.options.max_open_requests}"
+            )
+
+    # About the server.
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/models`."""
+        names = self.context.model_names
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/models/{name}`."""
+        name = request.match_info["name"]
+        if name not in self.context.model_names:
+            raise model_not_found(name, self.context.model_names)
+        return json_response(self._model(name))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jaxserve",
+            "root": self.context.model_names[0],
+            "max_model_len": self.context.max_model_len,
+        }
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """`GET /health`: 200 while requests are taken; 503 once the engine is dead or the server shuts down."""
+        if not self.engine.is_alive:
+            return json_response({"status": "dead"}, status=503)
+        if self.is_draining:
+            return json_response({"status": "shutting down"}, status=503)
+        return json_response({"status": "ok"})
+
+    async def metrics_text(self, request: web.Request) -> web.StreamResponse:
+        """`GET /metrics`."""
+        return web.Response(body=self.metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def version(self, request: web.Request) -> web.StreamResponse:
+        """`GET /version`."""
+        return json_response({"version": _version()})
+
+
+def build_app(server: Server) -> web.Application:
+    """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
+    app = web.Application(
+        middlewares=[_json_errors, _preflight, _require_key(server.options.api_key)],
+        client_max_size=server.max_body_bytes,
+    )
+    app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/v1/chat/completions", server.chat_completions)
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/v1/models/{name:.+}", server.model)
+    app.router.add_get("/health", server.health)
+    app.router.add_get("/metrics", server.metrics_text)
+    app.router.add_get("/version", server.version)
+    app.on_response_prepare.append(_cors_headers(server.options.allowed_origins))
+    return app
+
+
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
+    """The whole body. Raises: ApiError: it is too large, or broken off or badly compressed."""
+    too_large = ApiError(
+        413,
+        f"the body is larger than {max_bytes} bytes, more than the model's context can need",
+        code="body_too_large",
+    )
+    if request.content_length is not None and request.content_length > max_bytes:
+        raise too_large
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except web.RequestPayloadError as error:
+        raise ApiError(400, f"the body can't be read: {error}", code="invalid_body") from None
+
+
+def json_response(value: object, *, status: int = 200) -> web.Response:
+    """`value` as JSON."""
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def error_response(error: ApiError) -> web.Response:
+    """An OpenAI-shaped error."""
+    return web.Response(
+        body=error_body(error), status=error.status, content_type="application/json", headers=error.headers
+    )
+
+
+@web.middleware
+async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error becomes JSON; only those that nobody raised on purpose leave a traceback, in the log."""
+    try:
+        return await handler(request)
+    except (ApiError, JaxserveError) as error:
+        return error_response(to_api_error(error))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        text = {
+            404: f"there is nothing at {request.path!r}",
+            405: f"{request.path} does not take {request.method}",
+        }
+        return error_response(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        return error_response(to_api_error(error))
+
+
+def _require_key(api_key: str | None) -> Middleware:
+    """Let nothing through without the key, except what is open.
+
+    The scheme's name is case-insensitive (RFC 9110, 11.1); the key itself is compared whole, in constant time.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if api_key is None or request.path in OPEN_PATHS:
+            return await handler(request)
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        right = hmac.compare_digest(_key_bytes(given), _key_bytes(api_key))
+        if scheme.lower() != "bearer" or not right:
+            raise ApiError(
+                401,
+                "a valid API key is required: Authorization: Bearer KEY",
+                type="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return await handler(request)
+
+    return check
+
+
+def _key_bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogateescape")
+
+
+@web.middleware
+async def _preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a browser's question whether it may call; it comes without a key and about any path."""
+    if request.method == "OPTIONS":
+        return web.Response(status=204)
+    return await handler(request)
+
+
+def _cors_headers(
+    allowed_origins: tuple[str, ...],
+) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Adds the CORS headers (Fetch standard) to every response to an allowed origin, errors and streams included."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        origin = request.headers.get("Origin")
+        if origin is None:
+            return
+        if "*" in allowed_origins:
+            response.headers["Access-Control-Allow-Origin"] = "*"
+        elif origin in allowed_origins:
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Vary"] = "Origin"
+        else:
+            return
+        if request.method == "OPTIONS":
+            response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
+            response.headers["Access-Control-Allow-Headers"] = request.headers.get(
+                "Access-Control-Request-Headers", "Authorization, Content-Type"
+            )
+            response.headers["Access-Control-Max-Age"] = "600"
+
+    return add
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jaxserve")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

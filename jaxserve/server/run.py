@@ -1,0 +1,169 @@
+"""A server process's life: bind, serve, and the three ways to end (a signal, a second signal, a dead engine)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.app import Server, ServerOptions, build_app
+from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.conversion import ServingContext
+from jaxserve.server.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from jaxserve.engine import EngineCore
+
+logger = logging.getLogger(__name__)
+
+# After the engine's death: time for clients to read their error events and for a probe to see /health at 503.
+DEATH_GRACE_SECONDS = 5.0
+EXIT_ENGINE_DEAD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Attributes:
+    model_names: the names that requests may use; empty for the engine's own.
+    shutdown_grace: seconds that running requests get to end after SIGTERM or SIGINT.
+    """
+
+    server: ServerOptions = field(default_factory=ServerOptions)
+    model_names: tuple[str, ...] = ()
+    shutdown_grace: float = 30.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to the address, not yet listening; port 0 takes a free one.
+
+    Called before a model is loaded, so that a port in use costs seconds, not minutes.
+
+    Raises:
+      ConfigError: the address can't be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, error) from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(host, port, error) from None
+    return sock
+
+
+def run_server(
+    engine: EngineCore,
+    sock: socket.socket,
+    options: RunOptions,
+    *,
+    announce: Callable[[str], None] = print,
+) -> int:
+    """Serve `engine` on `sock` until a signal or the engine's death, and return the process's exit code.
+
+    SIGTERM or SIGINT: nothing new is taken (503), running requests get `shutdown_grace` seconds, then an error event;
+    the code is 0. A second signal ends the process at once. Engine dead: `/health` is 503 at once, open requests
+    end with an error, and `DEATH_GRACE_SECONDS` later the code is 1.
+
+    Args:
+      announce: told `listening on URL` once requests are taken.
+
+    Raises:
+      ConfigError: another process took the port in the meantime.
+    """
+    return asyncio.run(_serve(engine, sock, options, announce))
+
+
+async def _serve(
+    core: EngineCore, sock: socket.socket, options: RunOptions, announce: Callable[[str], None]
+) -> int:
+    model_names = options.model_names or (core.model_name,)
+    metrics = ServerMetrics(core.stats, model_names[0])
+    dead = asyncio.Event()
+    engine = AsyncEngine(core, observer=metrics, on_death=lambda _: dead.set())
+    context = ServingContext(
+        tokenizer=core.tokenizer,
+        generation=core.generation,
+        model_names=model_names,
+        max_model_len=core.max_request_tokens,
+        validator=core,
+    )
+    server = Server(engine, context, metrics, options.server)
+    runner = web.AppRunner(
+        build_app(server), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    stop = _stop_on_signals()
+    await runner.setup()
+    host, port = sock.getsockname()[:2]
+    try:
+        await web.SockSite(runner, sock, backlog=1024).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise _cannot_listen(host, port, error) from None
+    engine.start()
+    announce(f"listening on {url(host, port)}")
+    code = await _until_the_end(server, stop, dead, options.shutdown_grace)
+    await runner.cleanup()
+    await engine.stop()
+    server.close()
+    return code
+
+
+async def _until_the_end(server: Server, stop: asyncio.Event, dead: asyncio.Event, grace: float) -> int:
+    await _first_of(stop, dead)
+    if not dead.is_set():
+        logger.info("shutting down: waiting up to %g s for running requests", grace)
+        draining = asyncio.create_task(server.drain(grace))
+        died = asyncio.create_task(dead.wait())
+        await asyncio.wait((draining, died), return_when=asyncio.FIRST_COMPLETED)
+        for task in (draining, died):
+            task.cancel()
+    if not dead.is_set():
+        return 0
+    logger.critical("exiting because the engine is dead")
+    await asyncio.sleep(DEATH_GRACE_SECONDS)
+    return EXIT_ENGINE_DEAD
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)  # asked twice: at once
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+def url(host: str, port: int) -> str:
+    """`http://host:port`, with brackets around an IPv6 address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return ConfigError(f"can't listen on {host} port {port}: {reason}")
