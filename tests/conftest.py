@@ -42,3 +42,19 @@ def demo_checkpoint_dir() -> Path:
     from jaxserve.checkpoint import resolve_model
 
     return resolve_model("smollm2", store=REPOSITORY / "checkpoints")
+
+
+@pytest.fixture(scope="session")
+def tiny_huggingface_dir(demo_checkpoint_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with two layers of random weights and the demo model's vocabulary."""
+    from tests.tiny_model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("huggingface") / "tiny", demo_checkpoint_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint_dir(tiny_huggingface_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as an Orbax store: loads and compiles in seconds."""
+    from jaxserve.checkpoint import convert
+
+    return convert(tiny_huggingface_dir, tmp_path_factory.mktemp("store") / "tiny")

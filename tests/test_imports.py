@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A room is a folder of jaxserve/, or a file beside them. It may import the rooms named here, and itself. A new file
 # or folder needs a line: that is the moment to think about where it belongs.
-PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress"}
+PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress", "model_store"}
 TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
     PLAIN_DATA
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"request"},
     "stats": set(),
     "progress": set(),
+    "model_store": set(),
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
     "scheduler": PLAIN_DATA,
     "batch": PLAIN_DATA | {"scheduler"},

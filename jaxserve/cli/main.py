@@ -30,18 +30,15 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _HELP = """Serve language models with JAX.
 
+\b
 First steps:
+  jaxserve pull smollm2                  get a small demo model
+  jaxserve chat                          talk to it in the terminal
+  jaxserve serve --model smollm2         OpenAI-compatible server, port 8000
+  jaxserve batch --help                  answer a file of requests
 
-  jaxserve pull smollm2                        get a small demo model
-
-  jaxserve chat                                talk to it in the terminal
-
-  jaxserve serve --model smollm2               OpenAI-compatible server on port 8000
-
-  jaxserve batch in.jsonl out.jsonl --model smollm2
-
-A model is a name that `jaxserve pull --list` shows, a Hugging Face directory, a .gguf file, or a directory that
-`jaxserve convert` wrote. `jaxserve COMMAND --help` explains each command.
+A model is a name that `jaxserve pull --list` shows, a Hugging Face directory, a .gguf file, or a folder that
+`jaxserve convert` wrote. `jaxserve COMMAND --help` explains a command.
 """
 
 
