@@ -130,6 +130,8 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
             self._digests[block_id] = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)
 
     def clear_prefixes(self) -> None:
         """Empty the prefix table."""

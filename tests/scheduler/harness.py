@@ -1,0 +1,118 @@
+"""Drives a scheduler with the fake model and checks everything after everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxserve.outputs import RequestUpdate, TokenLogprobs
+from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.stats import EngineStats
+from tests.fakes import FakeRunner, make_config, solo_tokens
+
+
+class Harness:
+    """Attributes:
+    requests: everything ever added, by id.
+    tokens, prompt_logprobs, errors: what updates delivered, by id.
+    ends: how often an update reported an end, by id.
+    """
+
+    def __init__(self, num_blocks: int, *, vocab: int = 97, **config: object) -> None:
+        self.config = make_config(**config)
+        self.num_blocks = num_blocks
+        self.scheduler = create_scheduler(self.config, num_blocks)
+        self.runner = FakeRunner(self.config.block_size, num_blocks, vocab)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self.errors: dict[str, str] = {}
+        self.ends: dict[str, int] = {}
+        self.last_updates: list[RequestUpdate] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            request.arrival_order = len(self.requests)
+            self.scheduler.add(request)
+            self.requests[request.request_id] = request
+            self.tokens[request.request_id] = []
+            self.prompt_logprobs[request.request_id] = []
+            self.ends[request.request_id] = 0
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        budget = plan.num_scheduled_tokens
+        assert budget <= self.config.max_num_batched_tokens or self.config.scheduler == "static"
+        result = self.runner.run(plan)
+        self.last_updates = self.scheduler.update_from_output(plan, result)
+        for update in self.last_updates:
+            request_id = update.request.request_id
+            self.tokens[request_id] += update.new_token_ids
+            self.prompt_logprobs[request_id] += update.prompt_logprobs or []
+            self.ends[request_id] += update.request.is_finished
+            if update.error:
+                self.errors[request_id] = update.error
+        self.check()
+        return plan
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        pool = self.scheduler._kv.pool
+        self.runner.poison(block for block in pool.free_ids() if pool.digest(block) is None)
+
+    def drain(self, max_steps: int | None = None) -> int:
+        """Step until nothing is left, with progress in each step. Returns the number of steps."""
+        if max_steps is None:
+            tokens = sum(r.num_prompt_tokens + r.max_tokens for r in self.requests.values())
+            max_steps = 10 * tokens + 10
+        steps = 0
+        while self.scheduler.has_unfinished:
+            plan = self.step()
+            assert plan.scheduled, "nothing was scheduled although requests are unfinished"
+            steps += 1
+            assert steps <= max_steps, f"not done after {max_steps} steps"
+        return steps
+
+    def check_drained(self) -> None:
+        """Every request ended once, with its solo tokens, and everything was given back."""
+        assert not self.scheduler.has_unfinished
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler._kv.pool.num_free == self.num_blocks
+        assert not self.scheduler._kv._chains, "digests of ended requests are kept"
+        for request_id, request in self.requests.items():
+            assert request.status is RequestStatus.FINISHED
+            assert request.slot is None
+            assert self.tokens[request_id] == request.output_token_ids
+            expected = solo_tokens(request, self.runner.vocab)
+            if request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP) and not isinstance(
+                request.stop_reason, str
+            ):
+                assert request.output_token_ids == expected, request_id
+                assert self.ends[request_id] == 1
+                if request.params.prompt_logprobs is not None and request.index == 0:
+                    scored = [entry.token_id for entry in self.prompt_logprobs[request_id]]
+                    assert scored == list(request.prompt_token_ids[1:])
+            else:
+                assert request.output_token_ids == expected[: request.num_output_tokens], request_id
+
+    def run(self, *requests: Request) -> None:
+        self.add(*requests)
+        self.drain()
+        self.check_drained()
+
+    def stats(self) -> EngineStats:
+        stats = EngineStats()
+        self.scheduler.fill_stats(stats)
+        return stats
+
+    def needed_tokens(self, requests: Iterable[Request] | None = None) -> int:
+        """Tokens to compute were every request alone and undisturbed."""
+        chosen = self.requests.values() if requests is None else requests
+        return sum(r.num_prompt_tokens + max(len(r.output_token_ids) - 1, 0) for r in chosen)
+
+
+def rows(plan: SchedulerOutput) -> dict[str, int]:
+    """Tokens that a plan computes, by request id."""
+    return {item.request_id: item.num_scheduled_tokens for item in plan.scheduled}
