@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_factory": ENGINE | {"engine"},
     "llm": ENGINE | {"engine", "engine_factory"},
     "server": ENGINE | {"engine", "engine_factory"},
-    "cli": ENGINE | {"engine", "engine_factory", "llm", "server", "__init__"},
+    "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
+    "cli": ENGINE | {"engine", "engine_factory", "llm", "server", "batch_runner", "__init__"},
     "__main__": {"cli"},
     "__init__": {"config", "request", "llm"},
 }

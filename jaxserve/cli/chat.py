@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from jaxserve.cli.chat_session import COMMANDS, Answerer, ChatSession, ChatSettings, Conversation, Message
+from jaxserve.config import GenerationDefaults
+from jaxserve.errors import JaxserveError
+from jaxserve.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -76,8 +79,20 @@ class LocalAnswerer:
     llm: LLM
 
     def stream(self, messages: list[Message], settings: ChatSettings) -> Generator[str]:
-        for output in self.llm.stream(messages, self.llm.sampling_params(**settings.as_fields())):
-            yield output.text
+        engine = self.llm.engine
+        prompt = engine.tokenizer.encode_chat(messages)
+        params = SamplingParams(**{**_model_defaults(engine.generation), **settings.as_fields()})
+        with closing(self.llm.stream(prompt, params)) as outputs:
+            for output in outputs:
+                if output.finish_reason is FinishReason.ERROR:
+                    raise JaxserveError(output.error or "the engine failed")
+                yield output.text
+
+
+def _model_defaults(generation: GenerationDefaults) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    values = {name: getattr(generation, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager

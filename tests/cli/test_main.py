@@ -69,7 +69,7 @@ def test_what_needs_no_model_loads_no_jax(arguments: list[str]) -> None:
         ],
         (["pull", "smollm2", "extra"], ["extra"]),
         (["convert"], ["source"]),
-        (["batch"], ["input"]),
+        (["batch"], ["INPUT"]),
         (["serve", "--model", "smollm2", "--port", "http"], ["--port", "http"]),
         (["chat", "--max-tokens", "0"], ["--max-tokens", "0"]),
         (["chat", "--max-tokens", "many"], ["--max-tokens", "many"]),
