@@ -36,15 +36,6 @@ _FLOATS = {
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether the file begins as a GGUF does. False as well where it can't be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == _MAGIC
-    except OSError:
-        return False
-
-
 class GgufFile:
     """An open GGUF: metadata as Python values, and tensors by name. Tensor data stay on disk until read."""
 
@@ -79,7 +70,7 @@ class GgufFile:
             raise CheckpointError(f"{path}: one part of a split GGUF; merge the parts into one file first")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value. 32-bit floats come back as the shortest decimal that names them (1e-05, not 9.9999997e-06)."""
+        """A metadata value. A 32-bit float becomes the shortest decimal that names it: 1e-05, not 9.9999997e-06."""
         value = self.metadata.get(key, default)
         if key in self._float32_keys and isinstance(value, float):
             return float(str(np.float32(value)))
@@ -106,7 +97,7 @@ class GgufFile:
         shape = tuple(int(n) for n in reversed(tensor.shape))
         dtype = _FLOATS.get(tensor.tensor_type)
         if dtype is not None:
-            return np.ascontiguousarray(tensor.data).view(dtype).reshape(shape)
+            return np.array(tensor.data).view(dtype).reshape(shape)  # a copy: the file is mapped
         try:
             return gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         except NotImplementedError as error:

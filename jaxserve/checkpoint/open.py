@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxserve.checkpoint.gguf_reader import GgufFile, GgufWeights, gguf_extra_eos, gguf_to_hf_config, is_gguf
+from jaxserve.checkpoint.gguf_reader import GgufFile, GgufWeights, gguf_extra_eos, gguf_to_hf_config
 from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from jaxserve.checkpoint.hf_config import parse_generation_defaults, parse_model_config
 from jaxserve.checkpoint.huggingface import HuggingFaceWeights
@@ -17,7 +17,6 @@ from jaxserve.checkpoint.known_models import KNOWN_MODELS
 from jaxserve.checkpoint.orbax_store import (
     MANIFEST_NAME,
     StoreWeights,
-    is_store,
     read_manifest,
     write_store,
 )
@@ -114,6 +113,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
       CheckpointError: one line that names the file and the fault.
     """
     path = Path(path)
+    try:
+        return _open(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(
             f"{path}: no such file or directory, and not a known model name ({', '.join(KNOWN_MODELS)})"
@@ -122,10 +128,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if path.suffix == ".safetensors":
             raise CheckpointError(f"{path}: one file of a model; give the directory that holds it")
         return _open_gguf(path)
-    try:
-        names = sorted(entry.name for entry in path.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+    names = sorted(entry.name for entry in path.iterdir())
     if MANIFEST_NAME in names:
         return _open_store(path)
     if "config.json" in names or any(name.endswith(".safetensors") for name in names):

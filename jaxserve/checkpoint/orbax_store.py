@@ -15,17 +15,16 @@ ends with their process.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.checkpoint import file_lock
 from jaxserve.checkpoint.json_file import read_json_object
 from jaxserve.checkpoint.tokenizer_files import save_tokenizer_files
 from jaxserve.checkpoint.tokenizer_parts import TokenizerParts
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 MANIFEST_NAME = "jaxserve.json"
 FORMAT_VERSION = 1
 _DATA_PREFIX = "data-"
+_UNFINISHED_PREFIX = f".{MANIFEST_NAME}."
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +132,9 @@ def write_store(
         raise CheckpointError(f"{store}: already exists and is not a model store; choose another destination")
     try:
         store.mkdir(parents=True, exist_ok=True)
-        with _lock(store):
+        with file_lock.exclusive(store / _LOCK):
             _remove_leftovers(store)
             data = store / f"{_DATA_PREFIX}{secrets.token_hex(6)}"
-            data.mkdir()
-            _save_params(data / "params", {spec.hf_name: array for spec, array in arrays.items()})
-            save_tokenizer_files(tokenizer, data / "tokenizer")
-            _write_json(data / "tokenizer" / "generation_config.json", generation)
             manifest = Manifest(
                 name=name,
                 config=config,
@@ -148,13 +145,38 @@ def write_store(
                 source=source,
                 made_by=_version(),
             )
-            _sync_tree(data)
-            _write_json(store / f".{MANIFEST_NAME}.{data.name}", asdict(manifest))
-            os.replace(store / f".{MANIFEST_NAME}.{data.name}", store / MANIFEST_NAME)
+            try:
+                _write_data(data, arrays, tokenizer, generation)
+                unfinished = store / f"{_UNFINISHED_PREFIX}{data.name}"
+                _write_json(unfinished, asdict(manifest))
+                os.replace(unfinished, store / MANIFEST_NAME)
+            except BaseException:
+                shutil.rmtree(data, ignore_errors=True)
+                raise
             _sync(store)
             _remove_leftovers(store)
     except OSError as error:
         raise CheckpointError(f"{store}: cannot be written ({error.strerror or error})") from error
+
+
+def _write_data(
+    data: Path,
+    arrays: Mapping[WeightSpec, jax.Array],
+    tokenizer: TokenizerParts,
+    generation: Mapping[str, Any],
+) -> None:
+    import orbax.checkpoint as ocp
+
+    data.mkdir()
+    tree = {spec.hf_name: array for spec, array in arrays.items()}
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save((data / "params").absolute(), args=ocp.args.PyTreeSave(tree))
+    except ValueError as error:  # tensorstore's way of saying "no space left on device"
+        raise CheckpointError(f"{data}: cannot be written ({_one_line(error)})") from error
+    save_tokenizer_files(tokenizer, data / "tokenizer")
+    _write_json(data / "tokenizer" / "generation_config.json", generation)
+    _sync_tree(data)
 
 
 class StoreWeights:
@@ -186,33 +208,40 @@ class StoreWeights:
         self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
     ) -> dict[WeightSpec, jax.Array]:
         """Orbax reads every device's part straight into place and casts on the way."""
+        data = (self.store / self._manifest.data).absolute()
+        if progress is not None:
+            progress("Loading weights", 0, len(self.specs))
+        try:
+            with file_lock.shared(data), _checkpointer() as checkpointer:
+                self._check_tree(checkpointer, data / "params")
+                arrays = self._restore(checkpointer, data / "params", dtype, sharding)
+        except OSError as error:
+            raise CheckpointError(f"{data}: cannot be read ({error.strerror or error})") from error
+        if progress is not None:
+            progress("Loading weights", len(self.specs), len(self.specs))
+        return arrays
+
+    def _restore(
+        self, checkpointer: Any, path: Path, dtype: Any, sharding: ShardingChoice
+    ) -> dict[WeightSpec, jax.Array]:
         import jax
         import jax.numpy as jnp
         import orbax.checkpoint as ocp
 
-        path = (self.store / self._manifest.data / "params").absolute()
-        if progress is not None:
-            progress("Loading weights", 0, len(self.specs))
-        with _checkpointer() as checkpointer:
-            self._check_tree(checkpointer, path)
-            item, restore_args = {}, {}
-            for spec in self.specs:
-                placed = sharding_of(sharding, spec)
-                wanted = jnp.dtype(dtype or self.leaf_dtype(spec))
-                item[spec.hf_name] = jax.ShapeDtypeStruct(spec.shape, wanted, sharding=placed)
-                restore_args[spec.hf_name] = ocp.ArrayRestoreArgs(
-                    sharding=placed, global_shape=spec.shape, dtype=wanted, strict=True
-                )
-            try:
-                restored = checkpointer.restore(
-                    path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
-                )
-            except (
-                Exception
-            ) as error:  # tensorstore and Orbax raise ValueError, OSError, and types of their own
-                raise CheckpointError(f"{path}: damaged checkpoint ({_one_line(error)})") from error
-        if progress is not None:
-            progress("Loading weights", len(self.specs), len(self.specs))
+        item, restore_args = {}, {}
+        for spec in self.specs:
+            placed = sharding_of(sharding, spec)
+            wanted = jnp.dtype(dtype or self.leaf_dtype(spec))
+            item[spec.hf_name] = jax.ShapeDtypeStruct(spec.shape, wanted, sharding=placed)
+            restore_args[spec.hf_name] = ocp.ArrayRestoreArgs(
+                sharding=placed, global_shape=spec.shape, dtype=wanted, strict=True
+            )
+        try:
+            restored = checkpointer.restore(
+                path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+            )
+        except Exception as error:  # tensorstore and Orbax raise ValueError, OSError, and types of their own
+            raise CheckpointError(f"{path}: damaged checkpoint ({_one_line(error)})") from error
         return {spec: restored[spec.hf_name] for spec in self.specs}
 
     def _check_tree(self, checkpointer: Any, path: Path) -> None:
@@ -241,29 +270,18 @@ def _checkpointer() -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
-def _save_params(path: Path, arrays: Mapping[str, jax.Array]) -> None:
-    import orbax.checkpoint as ocp
-
-    with _checkpointer() as checkpointer:
-        checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(dict(arrays)))
-
-
-@contextmanager
-def _lock(store: Path) -> Iterator[None]:
-    """One writer a store; the lock dies with its process, so a kill leaves nothing to clean."""
-    with open(store / ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _remove_leftovers(store: Path) -> None:
     """Data folders and half-written manifests that the manifest does not name. Call with the lock held."""
     manifest = store / MANIFEST_NAME
-    current = read_json_object(manifest).get("data") if manifest.exists() else None
+    try:
+        current = read_json_object(manifest).get("data") if manifest.exists() else None
+    except CheckpointError:
+        return  # damaged: remove nothing before there is a sound one
     for entry in _entries(store):
         if entry.name.startswith(_DATA_PREFIX) and entry.name != current:
-            shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name.startswith(f".{MANIFEST_NAME}."):
+            if not file_lock.in_use(entry):  # a process that still loads from it; the next writer removes it
+                shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name.startswith(_UNFINISHED_PREFIX):
             entry.unlink(missing_ok=True)
 
 
@@ -272,7 +290,7 @@ def _entries(store: Path) -> list[Path]:
 
 
 def _is_ours(entry: Path) -> bool:
-    return entry.name.startswith((_DATA_PREFIX, f".{MANIFEST_NAME}.")) or entry.name == ".lock"
+    return entry.name.startswith((_DATA_PREFIX, _UNFINISHED_PREFIX)) or entry.name == _LOCK
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from jaxserve.checkpoint import file_lock
 from jaxserve.checkpoint.known_models import KNOWN_MODELS, KnownModel
 from jaxserve.checkpoint.open import convert
 from jaxserve.checkpoint.orbax_store import is_store, read_manifest
@@ -70,6 +70,24 @@ def pull(
     destination = store / model.name
     if _is_there(destination, model, dtype):
         return destination
+
+    def waiting() -> None:
+        if progress is not None:
+            progress(f"Waiting for another process that makes {model.name}", 0, 0)
+
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        with file_lock.exclusive(store / f".{model.name}.pull", on_wait=waiting):
+            if _is_there(destination, model, dtype):
+                return destination
+            return _obtain_and_convert(model, destination, dtype, progress)
+    except OSError as error:
+        raise CheckpointError(f"{store}: cannot be written ({error.strerror or error})") from error
+
+
+def _obtain_and_convert(
+    model: KnownModel, destination: Path, dtype: str | None, progress: Progress | None
+) -> Path:
     with _obtain(model, progress) as file:
         return convert(
             file,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Any one of these is enough for transformers to make a fast tokenizer.
 _SLOW_FILES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
+_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer_files(directory: Path) -> TokenizerParts:
@@ -38,9 +39,15 @@ def load_tokenizer_files(directory: Path) -> TokenizerParts:
     config = read_optional_json_object(directory / "tokenizer_config.json")
     special = {**read_optional_json_object(directory / "special_tokens_map.json"), **_given(config)}
     backend = _load_backend(directory)
-    bos = _token_text(special.get("bos_token"), "bos_token", directory)
-    eos = _token_text(special.get("eos_token"), "eos_token", directory)
-    _add_special(backend, bos, eos)
+    named = {key: _token_text(special.get(key), key, directory) for key in _SPECIAL_KEYS}
+    bos, eos = named["bos_token"], named["eos_token"]
+    for key in ("bos_token", "eos_token"):
+        token = named[key]
+        if token is not None and backend.token_to_id(token) is None:
+            raise CheckpointError(
+                f"{directory / 'tokenizer_config.json'}: {key} {token!r} is not in the tokenizer's vocabulary"
+            )
+    _mark_special(backend, named.values())
     return TokenizerParts(
         backend=backend,
         chat_template=_chat_template(directory, config),
@@ -112,13 +119,15 @@ def _token_text(value: Any, key: str, directory: Path) -> str | None:
     raise CheckpointError(f"{directory / 'tokenizer_config.json'}: {key} must be a string, got {value!r}")
 
 
-def _add_special(backend: Backend, *tokens: str | None) -> None:
+def _mark_special(backend: Backend, tokens: Iterable[str | None]) -> None:
+    """Tokens that the configuration calls special must be so for the backend, too; unknown ones are left out."""
     from tokenizers import AddedToken
 
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    missing = [token for token in tokens if token is not None and token not in special]
-    if missing:
-        backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+    named = [token for token in tokens if token is not None and token not in special]
+    known = [token for token in named if backend.token_to_id(token) is not None]
+    if known:
+        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in known])
 
 
 def _settle_bos(backend: Backend, bos: str | None, wanted: object) -> bool:

@@ -39,7 +39,9 @@ class TensorInfo:
 class WeightReader(Protocol):
     """Tensors of one checkpoint, matched with the model's parameters; nothing is read before it is asked for."""
 
-    specs: Sequence[WeightSpec]
+    @property
+    def specs(self) -> Sequence[WeightSpec]:
+        """The parameters that the checkpoint holds."""
 
     def leaf_dtype(self, spec: WeightSpec) -> str:
         """Name of the type in which this leaf's values are exact."""
@@ -103,15 +105,14 @@ def summarise(differences: Sequence[str]) -> str:
 def place_on_device(array: np.ndarray, dtype: Any, sharding: Sharding) -> jax.Array:
     """Cast on the host, where the source array is freed at once, then transfer.
 
+    On a CPU the device array may alias `array`, so that must not be a view of a mapped file.
+
     A cast that overflows gives inf, which `check_finite` then refuses.
     """
     import jax
 
     with np.errstate(over="ignore"):
-        # On a CPU the transfer may alias the host array, so a view of a mapped file must become a copy of its own.
-        host = (
-            np.array(array, dtype=dtype, copy=True) if not array.flags.owndata else np.asarray(array, dtype)
-        )
+        host = np.asarray(array, dtype)
     return jax.device_put(host, sharding)
 
 
