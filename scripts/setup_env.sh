@@ -67,7 +67,7 @@ RANGES
 fingerprint() {
     "$VENV/bin/python" - "$REPOSITORY/pyproject.toml" "$REPOSITORY/constraints.txt" <<'PYTHON'
 import hashlib, sys
-digest = hashlib.sha256(sys.version.encode())
+digest = hashlib.sha256((sys.version + sys.argv[1]).encode())  # the path too: an editable install names it
 for path in sys.argv[1:]:
     digest.update(open(path, "rb").read())
 print(digest.hexdigest())
@@ -79,6 +79,7 @@ PYTHON
 prepare_venv() {
     local extras="$1" python stamp now
     if ! is_python "$VENV/bin/python" 12 99; then
+        [ ! -e "$VENV" ] || [ -f "$VENV/pyvenv.cfg" ] || die "$VENV exists and is no virtual environment"
         python="$(find_python)" || exit 1
         say "making $VENV with $("$python" -c 'import sys; print("Python", sys.version.split()[0])')"
         rm -rf "$VENV"
@@ -91,6 +92,7 @@ prepare_venv() {
     fi
     say "installing jaxserve${extras:+ with $extras} (a few minutes the first time) ..."
     rm -f "$stamp"
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$VENV/bin/python" -m ensurepip >/dev/null
     "$VENV/bin/python" -m pip install -qq --disable-pip-version-check \
         --constraint "$REPOSITORY/constraints.txt" --editable "$REPOSITORY${extras:+[$extras]}"
     printf '%s\n' "$now" >"$stamp"

@@ -64,7 +64,7 @@ _LANGUAGES = (
 DEMO_PROMPTS: tuple[DemoPrompt, ...] = (
     DemoPrompt("capital", text="The capital of France is"),
     DemoPrompt("counting", text="one two three four five six seven eight nine"),
-    DemoPrompt("story_17", text=_station_log(4, seed=1), length=17),
+    DemoPrompt("log_17", text=_station_log(4, seed=1), length=17),
     DemoPrompt("chat_short", messages=(("user", "What is gravity?"),)),
     DemoPrompt(
         "chat_system",
@@ -76,7 +76,7 @@ DEMO_PROMPTS: tuple[DemoPrompt, ...] = (
         ),
     ),
     DemoPrompt("languages", text=_LANGUAGES),
-    DemoPrompt("code_130", text=_CODE, length=130),
+    DemoPrompt("code", text=_CODE),
     DemoPrompt("log_400", text=_station_log(30, seed=2), length=400),
     DemoPrompt(
         "chat_document",

@@ -86,8 +86,7 @@ def record_demo(gguf_file: Path, output: Path) -> dict[str, object]:
     model = LlamaForCausalLM.from_pretrained(**place, dtype=torch.float32).eval()
     arrays: dict[str, np.ndarray] = {}
     summary = {}
-    for prompt in DEMO_PROMPTS:
-        prompt_ids = encode(tokenizer, prompt)
+    for prompt, prompt_ids in [(p, encode(tokenizer, p)) for p in DEMO_PROMPTS]:
         output_ids = greedy(model, prompt_ids)
         logits_TV = model(input_ids=torch.tensor([prompt_ids + output_ids[:-1]])).logits[0]
         best_two = torch.topk(logits_TV[len(prompt_ids) - 1 :], 2, dim=-1)
@@ -108,7 +107,7 @@ def record_demo(gguf_file: Path, output: Path) -> dict[str, object]:
             "tokens": len(prompt_ids),
             "smallest greedy margin": round(float(margins.min()), 5),
         }
-        print(f"{prompt.name}: {summary[prompt.name]} {tokenizer.decode(output_ids)[:60]!r}")
+        print(f"{prompt.name}: {summary[prompt.name]} {tokenizer.decode(output_ids)[:60]!r}", flush=True)
     np.savez_compressed(output / "smollm2.npz", **arrays)
     return {"model": gguf_file.name, "rope": model.config.rope_parameters, "prompts": summary}
 
