@@ -21,14 +21,15 @@ def pull(
     store: Annotated[
         Path | None,
         typer.Option(
-            help="Folder to keep it in [default: $JAXSERVE_HOME, else checkpoints/ of the checkout, else your data folder].",
+            help="Folder to keep it in [default: $JAXSERVE_HOME, else checkpoints/ of the checkout, else your data "
+            "folder].",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Fetch a known model and convert it.
 
-    The result is a checkpoint that loads quickly. Does nothing when it is there already. Prints the checkpoint's folder.
+    The result is a checkpoint that loads quickly. Does nothing when it is there already. Prints its folder.
 
     \b
     Examples:
