@@ -12,13 +12,15 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# jax reads these once, when it is first imported, and so do the server processes that tests start.
+# jax reads this once, when it is first imported, and so do the server processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_OWN_COMPILE_CACHE: str | None = None
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _OWN_COMPILE_CACHE = tempfile.mkdtemp(prefix="jaxserve-test-compile-cache-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _OWN_COMPILE_CACHE
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+# Engines keep compiled programs in the user's cache folder. Tests share one of their own, which dies with the session:
+# the second engine of a shape starts quickly, and no test passes or fails by what an earlier run has left.
+_USER_CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+_SESSION_CACHE = tempfile.mkdtemp(prefix="jaxserve-test-cache-")
+os.environ["XDG_CACHE_HOME"] = _SESSION_CACHE
+os.environ.setdefault("PIP_CACHE_DIR", str(Path(_USER_CACHE) / "pip"))  # what pip has fetched stays useful
 
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -26,14 +28,13 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if _OWN_COMPILE_CACHE is not None:
-        shutil.rmtree(_OWN_COMPILE_CACHE, ignore_errors=True)
+    shutil.rmtree(_SESSION_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
 def compile_cache_dir() -> Path:
-    """Where this session's executables are kept, so that a second engine of the same shape starts quickly."""
-    return Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    """Where engines of this session, and of the processes it starts, keep compiled programs by default."""
+    return Path(_SESSION_CACHE) / "jaxserve" / "xla"
 
 
 @pytest.fixture(scope="session")

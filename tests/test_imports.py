@@ -136,3 +136,18 @@ def test_every_public_name_can_be_imported() -> None:
     script = "import jaxserve\nfor name in jaxserve.__all__: getattr(jaxserve, name)"
     result = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+# Everything else is pure, or plain Python. Loading weights puts them in place itself, so that no second copy is held.
+AT_THE_DEVICE_BOUNDARY = {"device/model_runner.py", "device/compiled.py", "checkpoint/weights.py"}
+BOUNDARY_CALLS = {"jit", "device_put", "device_get", "block_until_ready", "copy_to_host_async"}
+
+
+def test_only_the_boundary_compiles_and_moves_data() -> None:
+    source = REPOSITORY / "jaxserve"
+    for path in python_files("jaxserve"):
+        if str(path.relative_to(source)) not in AT_THE_DEVICE_BOUNDARY:
+            names = {
+                node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            }
+            assert not names & BOUNDARY_CALLS, path
