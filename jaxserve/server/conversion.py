@@ -135,6 +135,8 @@ def _prepare_completion(body: CompletionBody, context: ServingContext) -> Prepar
         else tuple(prompt)
         for prompt in prompts
     ]
+    if not all(token_ids):
+        raise InvalidRequestError("prompt must not be empty", param="prompt")
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, response_id, token_ids, params)
     for request in requests:
@@ -324,8 +326,6 @@ def _split_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
 
 
 def _encode_text(text: str, context: ServingContext, *, add_special_tokens: bool) -> tuple[int, ...]:
-    if not text:
-        raise InvalidRequestError("prompt must not be empty", param="prompt")
     _check_chars(len(text), context, param="prompt")
     return tuple(context.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

@@ -96,6 +96,10 @@ class PieceMaker:
             self._prompt_logprobs[prompt] = output.prompt_logprobs
             return [self._piece(prompt, output), *self._release(prompt)]
         if self._needs_prompt_logprobs(output.index) and prompt not in self._prompt_logprobs:
+            if output.index == 0 and output.finish_reason is not None:
+                raise ApiError(
+                    500, "the prompt's logprobs are missing", type="server_error", code="generation_failed"
+                )
             self._waiting.setdefault(prompt, []).append(output)
             return []
         return [self._piece(prompt, output)]
@@ -264,7 +268,7 @@ class ChunkBuilder:
         for piece in self._maker.pieces(output):
             if self._prepared.is_chat:
                 result += self._chat_chunks(piece)
-            else:
+            elif self._has_news(piece) or piece.finish_reason is not None:
                 result.append(self._completion_chunk(piece))
         return result
 
@@ -304,7 +308,7 @@ class ChunkBuilder:
         if piece.choice not in self._begun:
             self._begun.add(piece.choice)
             chunks.append(self._chat_chunk(piece.choice, {"role": "assistant", "content": ""}))
-        if piece.text or piece.token_ids or piece.prompt_logprobs is not None:
+        if self._has_news(piece):
             chunk = self._chat_chunk(piece.choice, {"content": piece.text}, logprobs=piece.logprobs)
             self._add_extensions(chunk["choices"][0], piece)
             chunks.append(chunk)
@@ -324,6 +328,13 @@ class ChunkBuilder:
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._chunk(choice)
+
+    def _has_news(self, piece: Piece) -> bool:
+        """False for a token whose text is held back or empty, where nothing else about it was asked for."""
+        wants_tokens = self._prepared.return_token_ids or piece.logprobs is not None
+        return (
+            bool(piece.text) or (wants_tokens and bool(piece.token_ids)) or piece.prompt_logprobs is not None
+        )
 
     def _add_extensions(self, choice: dict[str, Any], piece: Piece) -> None:
         if piece.prompt_logprobs is not None:
