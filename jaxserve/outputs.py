@@ -42,9 +42,10 @@ class ModelRunnerOutput:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: there is one per running sequence and step, and freezing makes construction several times as slow.
+@dataclass(slots=True)
 class RequestUpdate:
-    """What one step did to one request, as the scheduler accepted it.
+    """What one step did to one request, as the scheduler accepted it. Nobody changes it afterwards.
 
     `new_token_ids` may be empty (a prefill chunk with prompt logprobs, or an end without a token).
     `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.

@@ -78,7 +78,7 @@ class BaseScheduler:
 
     def _on_stopped(self, entry: Entry) -> None: ...
 
-    def _on_advanced(self, entry: Entry) -> None: ...
+    def _on_prompt_computed(self, entry: Entry) -> None: ...
 
     # The front.
 
@@ -242,8 +242,7 @@ class BaseScheduler:
         """The row of a plan that advances `entry` by `num_tokens`."""
         request = entry.request
         start = request.num_computed_tokens
-        is_new = entry.is_new
-        entry.is_new = False
+        is_new, entry.is_new = entry.is_new, False
         block_ids = self._kv.block_ids(request.request_id, start + num_tokens)
         return ScheduledRequest(request, start, num_tokens, block_ids, is_new)
 
@@ -254,27 +253,30 @@ class BaseScheduler:
     ) -> RequestUpdate | None:
         request = entry.request
         request_id = request.request_id
-        if item.num_computed_tokens != request.num_computed_tokens:
+        start = request.num_computed_tokens
+        if item.num_computed_tokens != start:
             raise RuntimeError(
                 f"a step computed tokens of {request_id} from {item.num_computed_tokens} on, "
-                f"but {request.num_computed_tokens} are computed: was this result accepted before?"
+                f"but {start} are computed: was this result accepted before?"
             )
-        error = result.failed.get(request_id)
-        if error is not None:
+        if request_id in result.failed:
             self._kv.distrust(request_id)
             self._end(entry, FinishReason.ERROR)
-            return RequestUpdate(request, [], error=error)
+            return RequestUpdate(request, [], error=result.failed[request_id])
         samples = item.samples
         sampled = result.sampled_token_ids.get(request_id, [])
         if samples != bool(sampled) and request.max_tokens > 0:
             raise RuntimeError(
-                f"step {plan_text(item)} returned {len(sampled)} tokens"
-                f"{', at least one was due' if samples else ', none was due'}"
+                f"the step over tokens {start}..{start + item.num_scheduled_tokens} of {request_id} returned "
+                f"{len(sampled)} tokens{', at least one was due' if samples else ', none was due'}"
             )
-        request.num_computed_tokens += item.num_scheduled_tokens
+        request.num_computed_tokens = start + item.num_scheduled_tokens
         self._kv.commit(request)
-        self._on_advanced(entry)
-        prompt_logprobs = self._new_prompt_logprobs(entry, item, result)
+        if start < len(request.prompt_token_ids) <= request.num_computed_tokens:
+            self._on_prompt_computed(entry)
+        prompt_logprobs = None
+        if request_id in result.prompt_logprobs:
+            prompt_logprobs = self._new_prompt_logprobs(entry, start, result.prompt_logprobs[request_id])
         if request.max_tokens == 0:
             accepted: list[int] = []
             if samples:
@@ -284,9 +286,9 @@ class BaseScheduler:
         self._counters.generation_tokens += len(accepted)
         if not accepted and not prompt_logprobs and not request.is_finished:
             return None
-        logprobs = result.logprobs.get(request_id)
-        if logprobs is not None:
-            logprobs = logprobs[: len(accepted)]
+        logprobs = None
+        if request_id in result.logprobs:
+            logprobs = result.logprobs[request_id][: len(accepted)]
         return RequestUpdate(request, accepted, logprobs, prompt_logprobs)
 
     def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
@@ -305,22 +307,13 @@ class BaseScheduler:
         return sampled
 
     def _new_prompt_logprobs(
-        self, entry: Entry, item: ScheduledRequest, result: ModelRunnerOutput
+        self, entry: Entry, start: int, scored: list[TokenLogprobs]
     ) -> list[TokenLogprobs] | None:
         """Entries not delivered before: a preempted request computes, and scores, its prompt again."""
-        scored = result.prompt_logprobs.get(item.request_id)
-        if scored is None:
-            return None
-        first = item.num_computed_tokens + 1  # position of scored[0]
+        first = start + 1  # position of scored[0]
         fresh = scored[max(0, entry.num_scored_tokens - first) :]
         entry.num_scored_tokens = max(entry.num_scored_tokens, first + len(scored))
         return fresh or None
-
-
-def plan_text(item: ScheduledRequest) -> str:
-    """A few words about a row of a plan, for error texts."""
-    start = item.num_computed_tokens
-    return f"over tokens {start}..{start + item.num_scheduled_tokens} of {item.request_id}"
 
 
 def _key(entry: Entry) -> Key:

@@ -119,9 +119,15 @@ class KVCacheManager:
         self._tables[request.request_id] = _Table([*reuse.block_ids, *own], shared)
         return () if reuse.copy_source is None else ((reuse.copy_source, own[0]),)
 
-    def capacity(self, request_id: str) -> int:
-        """Tokens that fit into the request's table as it is."""
-        return len(self._tables[request_id].block_ids) * self.block_size
+    def lacking(self, requests: Iterable[Request]) -> list[Request]:
+        """Those whose table is too short for their known tokens."""
+        tables, block_size = self._tables, self.block_size
+        return [
+            request
+            for request in requests
+            if len(tables[request.request_id].block_ids) * block_size
+            < len(request.prompt_token_ids) + len(request.output_token_ids)
+        ]
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Lengthen a table to hold `num_tokens` tokens. False, and no change, when too few blocks are free."""
@@ -135,7 +141,9 @@ class KVCacheManager:
 
     def block_ids(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
         """A copy of the beginning of the table, just long enough for `num_tokens` tokens."""
-        return tuple(self._tables[request_id].block_ids[: self.blocks_for(num_tokens)])
+        table = self._tables[request_id].block_ids
+        count = -(-num_tokens // self.block_size)
+        return tuple(table) if count == len(table) else tuple(table[:count])
 
     def commit(self, request: Request) -> None:
         """Offer every full block that is computed by now to the prefix table."""
@@ -143,9 +151,10 @@ class KVCacheManager:
             return
         table = self._tables[request.request_id]
         full = request.num_computed_tokens // self.block_size
-        for index in range(table.num_registered, full):
+        while table.num_registered < full:
+            index = table.num_registered
             self.pool.register(self._digest(request, index), table.block_ids[index])
-        table.num_registered = max(table.num_registered, full)
+            table.num_registered += 1
 
     def free(self, request_id: str) -> None:
         """Drop the table and its references."""

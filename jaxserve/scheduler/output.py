@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from jaxserve.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: there is one per running sequence and step, and freezing makes construction several times as slow.
+@dataclass(slots=True)
 class ScheduledRequest:
-    """One request's part in a step.
+    """One request's part in a step. Nobody changes it once it is in a plan.
 
     Attributes:
       request: the request; its counters are those before the step.
@@ -42,7 +43,8 @@ class SchedulerOutput:
     Attributes:
       step_id: counts from 0.
       scheduled: requests that decode (one token) first, then prefill chunks; never empty lists of tokens.
-      block_copies: (source, destination) block ids to copy before the step runs (copy-on-write).
+      block_copies: (source, destination) block ids to copy before the step runs (copy-on-write). One by one in this
+        order, or all sources read before the first destination is written: both give the same.
       preempted: requests that lost their blocks while this plan was made.
       num_padding_tokens: tokens computed for nobody on purpose; only the static baseline asks for them.
     """

@@ -42,7 +42,7 @@ class Scheduler(BaseScheduler):
         self._preempted = []
         self._copies = {}
         self._grow_running()
-        if self._short_queue or self._long_queue:
+        if self._may_admit():
             self._admit_waiting()
         plan = SchedulerOutput(
             step_id=self._step_id,
@@ -56,8 +56,7 @@ class Scheduler(BaseScheduler):
     # Stage 1: blocks for those that run.
 
     def _grow_running(self) -> None:
-        for entry in list(self._running):
-            request = entry.request
+        for request in self._kv.lacking(entry.request for entry in self._running):
             while request.status is RequestStatus.RUNNING and not self._kv.grow(
                 request.request_id, request.num_tokens
             ):
@@ -76,6 +75,13 @@ class Scheduler(BaseScheduler):
         self._enqueue(entry)
 
     # Stage 2: admission.
+
+    def _may_admit(self) -> bool:
+        """Cheap and often false: a full house is the normal state of a busy engine."""
+        heads = [head for queue in (self._short_queue, self._long_queue) if (head := queue.peek())]
+        if not heads:
+            return False
+        return bool(self._free_slots) or self._lower_priority_runs(self._entries[min(heads)[1]].request)
 
     def _admit_waiting(self) -> None:
         budget = self._prefill_budget()
@@ -212,12 +218,10 @@ class Scheduler(BaseScheduler):
         for request_id in self._siblings.stopped(entry.request):
             self._enqueue(self._entries[request_id])
 
-    def _on_advanced(self, entry: Entry) -> None:
-        request = entry.request
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            for request_id in self._siblings.prompt_computed(request.group_id):
-                # A fork leaves it one token to compute, however long the prompt is.
-                self._short_queue.push(self._entries[request_id].key, request_id)
+    def _on_prompt_computed(self, entry: Entry) -> None:
+        for request_id in self._siblings.prompt_computed(entry.request.group_id):
+            # A fork leaves it one token to compute, however long the prompt is.
+            self._short_queue.push(self._entries[request_id].key, request_id)
 
     def check_integrity(self) -> None:
         super().check_integrity()
