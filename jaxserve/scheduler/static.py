@@ -42,6 +42,7 @@ class StaticScheduler(BaseScheduler):
             for entry in self._running:
                 if (count := stop - self._column(entry)) > 0:
                     scheduled.append(self._scheduled(entry, count))
+            scheduled.sort(key=lambda item: item.num_scheduled_tokens > 1)  # as `SchedulerOutput` promises
             num_padding = self._batch_size * (stop - start) - sum(i.num_scheduled_tokens for i in scheduled)
         plan = SchedulerOutput(self._step_id, tuple(scheduled), num_padding_tokens=num_padding)
         self._step_id += 1
