@@ -104,7 +104,8 @@ def _open_answerer(model: str | None, url: str | None, api_key: str | None) -> I
         return
     from jaxserve.llm import LLM
 
-    with LLM(model or _DEFAULT_MODEL) as llm:
+    # One conversation at a time: fewer shapes to compile, so it starts sooner.
+    with LLM(model or _DEFAULT_MODEL, max_num_seqs=1, max_num_batched_tokens=256) as llm:
         yield LocalAnswerer(llm)
 
 
