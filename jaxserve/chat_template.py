@@ -343,14 +343,21 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(right, int) and abs(right) > 1024:
             raise jinja2.sandbox.SecurityError("an exponent is too large")
         elif operator == "%" and isinstance(left, str):
-            self._require_size(max((int(run) for run in _digit_runs(left)), default=0))
+            widths = [int(run) for run in _digit_runs(left)]
+            if "*" in left and isinstance(right, tuple):
+                widths += [value for value in right if isinstance(value, int)]
+            self._require_size(max(widths, default=0))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(getattr(obj, "__self__", None), str):  # "".ljust(10**9), "{:999999999}".format(1)
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps `str.format`
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str):  # "".ljust(10**9), "{:999999999}".format(1)
             widths = [value for value in args if isinstance(value, int)]
-            if getattr(obj, "__name__", "") in ("format", "format_map"):
-                widths += [int(run) for run in _digit_runs(obj.__self__)]
+            if getattr(method, "__name__", "") in ("format", "format_map"):
+                # Arguments are widths only in nested fields, "{:{}}".
+                widths = widths if ":{" in text else []
+                widths += [int(run) for run in _digit_runs(text)]
             self._require_size(max(widths, default=0))
         return super().call(context, obj, *args, **kwargs)
 

@@ -33,6 +33,7 @@ def smollm2_backend_json() -> str:
     return smollm2()._parsing.to_str()
 
 
+@functools.cache
 def smollm2_with_template(template: str | None) -> Tokenizer:
     return Tokenizer.from_parts(
         tokenizers.Tokenizer.from_str(smollm2_backend_json()),
@@ -40,6 +41,12 @@ def smollm2_with_template(template: str | None) -> Tokenizer:
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
     )
+
+
+@functools.cache
+def smollm2_backend() -> tokenizers.Tokenizer:
+    """The Rust library on its own, to compare with. Not to be changed."""
+    return tokenizers.Tokenizer.from_str(smollm2_backend_json())
 
 
 Kind = Literal["prepend", "metaspace_first"]
