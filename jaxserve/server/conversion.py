@@ -6,6 +6,7 @@ tokenising a long prompt takes a while, so the server calls it off its event loo
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 import uuid
@@ -137,6 +138,13 @@ def _prepare_completion(body: CompletionBody, context: ServingContext) -> Prepar
     ]
     if not all(token_ids):
         raise InvalidRequestError("prompt must not be empty", param="prompt")
+    if (
+        body.max_tokens is None
+    ):  # the default gives way to a long prompt; a number that was asked for does not
+        room = context.max_model_len - max(map(len, token_ids))
+        params = dataclasses.replace(
+            params, max_tokens=max(1, params.min_tokens, min(DEFAULT_COMPLETION_TOKENS, room))
+        )
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, response_id, token_ids, params)
     for request in requests:
@@ -187,7 +195,7 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext) -> Prepared
     token_ids = _encode_messages(body, context)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, response_id, [token_ids], params)
-    context.validator.validate(requests[0])
+    _validate_chat(requests[0], body, context)
     _check_logprob_entries(requests, context, copies_of_prompt=1)
     return PreparedRequest(
         endpoint="/v1/chat/completions",
@@ -223,6 +231,18 @@ def _check_num_logprobs(name: str, value: int | None) -> int | None:
     if value is not None and not 0 <= value <= MAX_LOGPROBS:
         raise InvalidRequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {value}", param=name)
     return value
+
+
+def _validate_chat(request: GenerationRequest, body: ChatCompletionBody, context: ServingContext) -> None:
+    """The engine's own checks, with the parameters called what the client called them."""
+    try:
+        context.validator.validate(request)
+    except InvalidRequestError as error:
+        names = {"prompt": "messages"}
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        error.param = names.get(error.param or "", error.param)
+        raise
 
 
 def _check_logprob_entries(
