@@ -1,1 +1,242 @@
-"""EngineCore: schedule -> build -> run -> update, once a step."""
+"""EngineCore: schedule -> build -> run -> update, once a step. Everything else hangs off these four."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from typing import Protocol
+
+from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.batch.builder import HostBatch, build_batch
+from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
+from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.output_processor import OutputProcessor
+from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
+from jaxserve.request import FinishReason, GenerationRequest, Request
+from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.stats import EngineStats
+from jaxserve.tokenizer import Tokenizer
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner (tests bring one that can be computed by hand)."""
+
+    padding_row: int
+
+    @property
+    def num_executables(self) -> int: ...
+    @property
+    def serving_compilations(self) -> int: ...
+    def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput: ...
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    """One model, one scheduler, one device. All methods but `validate` belong to one thread.
+
+    Attributes:
+      max_request_tokens: most prompt + output tokens a request can have: the context, or the KV pool if smaller.
+      stats: counts and gauges, refreshed by every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        config: ResolvedConfig,
+        model_config: ModelConfig,
+        generation: GenerationDefaults,
+        tokenizer: Tokenizer,
+        runner: Runner,
+        buckets: ShapeBuckets,
+        num_blocks: int,
+    ) -> None:
+        self.model_name = model_name
+        self.config = config
+        self.model_config = model_config
+        self.generation = generation
+        self.tokenizer = tokenizer
+        self.max_request_tokens = min(config.max_model_len, num_blocks * config.block_size)
+        self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
+        self._runner = runner
+        self._buckets = buckets
+        self._scheduler = create_scheduler(config, num_blocks)
+        self._output_processor = OutputProcessor(tokenizer)
+        self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
+        self._ended: list[RequestUpdate] = []  # to report with the next step
+        self._seeds = random.Random(config.seed)
+        self._dead: str | None = None
+        self._refresh_stats()
+
+    # The front.
+
+    def validate(self, request: GenerationRequest) -> None:
+        """Check a request against the model and the engine's limits. Pure, and safe from any thread.
+
+        Raises:
+          InvalidRequestError: naming the parameter.
+        """
+        prompt, params = request.prompt_token_ids, request.params
+        vocab_size, limit = self.model_config.vocab_size, self.max_request_tokens
+        if not prompt:
+            raise InvalidRequestError("the prompt must hold at least one token", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise InvalidRequestError(f"prompt token ids must be in 0..{vocab_size - 1}", param="prompt")
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        if len(prompt) + wanted > limit:
+            asked = "at least 1 output token" if params.max_tokens is None else f"max_tokens={wanted}"
+            what = "context" if limit == self.config.max_model_len else "KV cache"
+            raise InvalidRequestError(
+                f"the {what} holds {limit} tokens, but the prompt has {len(prompt)} and {asked} was asked for",
+                param="prompt" if len(prompt) + 1 > limit else "max_tokens",
+                code="context_length_exceeded",
+            )
+        if params.min_tokens > limit - len(prompt):
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} does not fit: {limit - len(prompt)} tokens are left",
+                param="min_tokens",
+            )
+        for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            if any(token >= vocab_size for token in ids):
+                raise InvalidRequestError(f"{name} ids must be in 0..{vocab_size - 1}", param=name)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its `n` continuations come out of `step`.
+
+        Raises:
+          InvalidRequestError, QueueFullError, EngineDeadError, ValueError (the id is in use).
+        """
+        self._require_alive()
+        self.validate(request)
+        if request.request_id in self._groups:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if self._scheduler.num_waiting + request.params.n > self.config.max_waiting:
+            raise QueueFullError(f"{self._scheduler.num_waiting} sequences are waiting already; try again later")
+        sequences = self._fan_out(request)
+        self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+            self._output_processor.add(sequence, stream=request.stream)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; its outputs come with the next step. Unknown ids are ignored."""
+        ended = self._scheduler.abort(self._groups.get(request_id, ()))
+        self._ended += [RequestUpdate(sequence, []) for sequence in ended]
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._ended)
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration.
+
+        Raises:
+          EngineDeadError: the engine was closed, or an earlier step failed.
+          Exception: whatever made this step fail. The device state is lost then, and the engine dead.
+        """
+        self._require_alive()
+        started = time.perf_counter()
+        plan = self._scheduler.schedule()
+        updates: list[RequestUpdate] = []
+        device_seconds = 0.0
+        if plan.scheduled:
+            try:
+                batch = build_batch(
+                    plan,
+                    self._buckets,
+                    block_size=self.config.block_size,
+                    padding_row=self._runner.padding_row,
+                )
+                built = time.perf_counter()
+                result = self._runner.run(plan, batch)
+                device_seconds = time.perf_counter() - built
+                updates = self._scheduler.update_from_output(plan, result)
+            except BaseException as error:
+                self._dead = f"a step failed: {type(error).__name__}: {error}"
+                raise
+            self.stats.steps += 1
+            self.stats.useful_tokens += batch.num_tokens
+            self.stats.padded_tokens += batch.bucket.tokens
+        outputs = self._finish_step(updates)
+        elapsed = time.perf_counter() - started
+        self.stats.step_seconds += elapsed
+        self.stats.host_seconds += elapsed - device_seconds
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError with what is inconsistent. Slow; for tests and debugging."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Free the device memory. The engine accepts nothing afterwards. Idempotent."""
+        if self._dead != "it was closed":
+            self._dead = "it was closed"
+            self._runner.close()
+
+    # One step's end.
+
+    def _finish_step(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
+        ended, self._ended = self._ended, []
+        outputs, stopped = self._output_processor.process([*ended, *updates])
+        for request_id, stop_string in stopped:
+            self._scheduler.finish(request_id, FinishReason.STOP, stop_string)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._forget(output.request_id, output.index)
+        self._refresh_stats()
+        return outputs
+
+    def _forget(self, group_id: str, index: int) -> None:
+        members = self._groups[group_id]
+        members.remove(_sequence_id(group_id, index))
+        if not members:
+            del self._groups[group_id]
+
+    def _refresh_stats(self) -> None:
+        self._scheduler.fill_stats(self.stats)
+        self.stats.compilations = self._runner.num_executables + self._runner.serving_compilations
+        self.stats.serving_compilations = self._runner.serving_compilations
+
+    def _require_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine is not running: {self._dead}")
+
+    # From a request to its sequences.
+
+    def _fan_out(self, request: GenerationRequest) -> list[Request]:
+        params = request.params
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        room = self.max_request_tokens - len(request.prompt_token_ids)
+        stops = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops.update(self.generation.eos_token_ids)
+        arrival = time.monotonic() if request.arrival_time is None else request.arrival_time
+        return [
+            Request(
+                request_id=_sequence_id(request.request_id, index),
+                group_id=request.request_id,
+                index=index,
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=params,
+                seed=_choice_seed(seed, index),
+                max_tokens=room if params.max_tokens is None else params.max_tokens,
+                stop_token_ids=frozenset(stops),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                arrival_time=arrival,
+            )
+            for index in range(params.n)
+        ]
+
+
+def _sequence_id(group_id: str, index: int) -> str:
+    return f"{group_id}:{index}"
+
+
+def _choice_seed(seed: int, index: int) -> int:
+    """Choice 0 keeps the request's seed; the others get unrelated ones that depend on nothing else."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(seed.to_bytes(8, "little") + index.to_bytes(4, "little")).digest()
+    return int.from_bytes(digest[:8], "little")

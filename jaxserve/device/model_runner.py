@@ -1,0 +1,235 @@
+"""The boundary to the device: owns the parameters and the device state, runs steps, reads results back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.builder import HostBatch, needs_state_row, prompt_positions_scored
+from jaxserve.batch.layout import packed_size
+from jaxserve.config import ModelConfig, ResolvedConfig
+from jaxserve.device import kv_cache
+from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.sampling import (
+    ENTRY_BIAS,
+    ENTRY_OUTPUT,
+    ENTRY_PROMPT,
+    ENTRY_STOP,
+    ROW_CHUNK,
+    Logprobs,
+    init_state,
+    load_row,
+)
+from jaxserve.device.step import DeviceState, StepConfig, StepOutput, serve_step
+from jaxserve.models.registry import get_family
+from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
+from jaxserve.progress import Progress
+from jaxserve.request import Request
+from jaxserve.scheduler.output import SchedulerOutput
+from pallas_kernels.paged_attention import resolve_backend
+
+_COPY_BLOCKS = "copy_blocks"
+_LOAD_ROW = "load_row"
+
+
+class ModelRunner:
+    """Runs plans. One thread at a time.
+
+    Args:
+      params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
+      num_blocks: usable KV blocks (the sink comes on top).
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        params: dict[Any, Any],
+        *,
+        num_blocks: int,
+        buckets: ShapeBuckets,
+    ) -> None:
+        dtype = jnp.dtype(config.dtype)
+        build = get_family(model.architecture).build
+        abstract = nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0)))
+        graphdef, state = nnx.split(abstract)
+        nnx.replace_by_pure_dict(state, params)
+        platform = jax.default_backend()
+        step_config = StepConfig(
+            scale=model.head_dim**-0.5,
+            attention_backend=resolve_backend(config.attention_backend, platform=platform),
+            rows_at_once=1 if platform == "cpu" else config.max_num_seqs,
+        )
+        self.padding_row = config.max_num_seqs
+        self._buckets = buckets
+        self._params = state
+        self._state = DeviceState(
+            kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, dtype),
+            sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
+        )
+        self._step = partial(serve_step, graphdef, step_config)
+        self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._compile)
+        self._compile_counter = CompileCounter()
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._executables)
+
+    @property
+    def serving_compilations(self) -> int:
+        """Programs compiled while a step ran. Anything but 0 is a bug."""
+        return self._compile_counter.count
+
+    def warm_up(self, progress: Progress) -> None:
+        """Compile everything that `run` may ever need."""
+        keys: list[Bucket | str] = [*self._buckets.all_buckets(), _COPY_BLOCKS, _LOAD_ROW]
+        self._executables.build(
+            keys, threads=min(4, os.cpu_count() or 1), progress=progress, what="Compiling shapes"
+        )
+
+    def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput:
+        """Run one step and wait for its result.
+
+        Whatever goes wrong in here leaves the donated state undefined: the engine must not be used afterwards.
+        """
+        with self._compile_counter:
+            self._copy_blocks(plan.block_copies)
+            for row in batch.rows:
+                if row.is_new and needs_state_row(row.request):
+                    self._load_row(row.request)
+            step = self._executables[batch.bucket]
+            self._state, output = step(self._params, self._state, jax.device_put(batch.packed))
+            return _read_back(output, batch)
+
+    def close(self) -> None:
+        """Free all device memory."""
+        self._compile_counter.close()
+        self._executables.clear()
+        for array in jax.tree.leaves((self._params, self._state)):
+            if not array.is_deleted():
+                array.delete()
+
+    def _compile(self, key: Bucket | str) -> Any:
+        """Trace, lower and compile one program for the arrays as they are (shape, dtype and sharding)."""
+        int_vector = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        state = _abstract(self._state)
+        if isinstance(key, Bucket):
+            step = jax.jit(partial(self._step, key), donate_argnums=1)
+            return step.lower(_abstract(self._params), state, int_vector(packed_size(key))).compile()
+        if key == _COPY_BLOCKS:
+            copy = jax.jit(kv_cache.copy_blocks, donate_argnums=0)
+            return copy.lower(state.kv_cache, int_vector(kv_cache.COPY_BATCH, 2)).compile()
+        assert key == _LOAD_ROW
+        load = jax.jit(load_row, donate_argnums=0)
+        values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
+        return load.lower(
+            state.sampling, int_vector(), int_vector(), int_vector(ROW_CHUNK), int_vector(ROW_CHUNK), values
+        ).compile()
+
+    def _copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        for group in _independent_groups(pairs, kv_cache.COPY_BATCH):
+            padded = np.zeros((kv_cache.COPY_BATCH, 2), np.int32)
+            padded[: len(group)] = group
+            cache = self._executables[_COPY_BLOCKS](self._state.kv_cache, padded)
+            self._state = DeviceState(cache, self._state.sampling)
+
+    def _load_row(self, request: Request) -> None:
+        """Bring a request's row of sampling state up to its history (also after a preemption)."""
+        token_ids, kinds, values = _row_entries(request)
+        for start in range(0, max(1, len(token_ids)), ROW_CHUNK):
+            chunk = slice(start, start + ROW_CHUNK)
+            count = len(token_ids[chunk])
+            pad = lambda x, dtype: np.pad(np.asarray(x[chunk], dtype), (0, ROW_CHUNK - count))  # noqa: B023, E731
+            sampling = self._executables[_LOAD_ROW](
+                self._state.sampling,
+                np.int32(request.slot),
+                np.int32(start == 0),
+                pad(token_ids, np.int32),
+                pad(kinds, np.int32),
+                pad(values, np.float32),
+            )
+            self._state = DeviceState(self._state.kv_cache, sampling)
+
+
+def _abstract(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _independent_groups(pairs: tuple[tuple[int, int], ...], size: int) -> Iterator[list[tuple[int, int]]]:
+    """Cut the copies into groups in which no destination is also a source, in order."""
+    group: list[tuple[int, int]] = []
+    written: set[int] = set()
+    for source, destination in pairs:
+        if group and (len(group) == size or source in written or destination in {s for s, _ in group}):
+            yield group
+            group, written = [], set()
+        group.append((source, destination))
+        written.add(destination)
+    if group:
+        yield group
+
+
+def _row_entries(request: Request) -> tuple[list[int], list[int], list[float]]:
+    """What `load_row` is told about a request: (token ids, kinds, values)."""
+    bias = request.params.logit_bias or {}
+    prompt, stops = sorted(set(request.prompt_token_ids)), sorted(request.stop_token_ids)
+    token_ids = [*prompt, *request.output_token_ids, *stops, *bias]
+    kinds = (
+        [ENTRY_PROMPT] * len(prompt)
+        + [ENTRY_OUTPUT] * len(request.output_token_ids)
+        + [ENTRY_STOP] * len(stops)
+        + [ENTRY_BIAS] * len(bias)
+    )
+    values = [0.0] * (len(token_ids) - len(bias)) + [float(value) for value in bias.values()]
+    return token_ids, kinds, values
+
+
+def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
+    """Copy a step's small results to the host and hand them to their requests."""
+    wants_logprobs = any(row.samples and row.request.params.logprobs is not None for row in batch.rows)
+    scored = [prompt_positions_scored(row) for row in batch.rows]
+    token_S, finite_S = jax.device_get((output.token_ids_S, output.finite_S))
+    logprobs = jax.device_get(output.logprobs) if wants_logprobs else None
+    prompt_logprobs = jax.device_get(output.prompt_logprobs) if any(scored) else None
+    tokens = token_S.tolist()
+    result = ModelRunnerOutput()
+    for s, row in enumerate(batch.rows):
+        request_id, params = row.request_id, row.request.params
+        if not finite_S[s]:
+            result.failed[request_id] = "the model produced NaN or infinite logits for this request"
+            continue
+        if row.samples:
+            result.sampled_token_ids[request_id] = [tokens[s]]
+            if logprobs is not None and params.logprobs is not None:
+                result.logprobs[request_id] = [_token_logprobs(logprobs, s, tokens[s], params.logprobs)]
+        if prompt_logprobs is not None and scored[s]:
+            first, position = batch.first_token[s], row.num_computed_tokens + 1
+            result.prompt_logprobs[request_id] = [
+                _token_logprobs(
+                    prompt_logprobs,
+                    first + i,
+                    row.request.prompt_token_ids[position + i],
+                    params.prompt_logprobs or 0,
+                )
+                for i in range(scored[s])
+            ]
+    return result
+
+
+def _token_logprobs(logprobs: Logprobs, at: int, token_id: int, num_top: int) -> TokenLogprobs:
+    ids = logprobs.top_ids_MK[at, :num_top].tolist()
+    values = logprobs.top_MK[at, :num_top].tolist()
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=float(logprobs.chosen_M[at]),
+        rank=int(logprobs.rank_M[at]),
+        top=tuple(zip(ids, values, strict=True)),
+    )

@@ -1,0 +1,148 @@
+"""serve_step: (params, state, packed batch) -> (state, output). Pure; one compilation for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.flags import BatchFlag
+from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
+from jaxserve.device.kv_cache import KVCache, write_kv
+from jaxserve.device.sampling import Logprobs, SamplingState, logprobs_of, no_logprobs, sample
+from pallas_kernels.paged_attention import ragged_paged_attention
+
+_SCORED_ROWS = 32  # prompt positions scored at a time, so that T x V logits never exist at once
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """Everything on the device that a step changes; donated to it.
+
+    Attributes:
+      kv_cache: keys and values of every block.
+      sampling: per-request token counts and biases.
+    """
+
+    kv_cache: KVCache
+    sampling: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What the host reads back.
+
+    Attributes:
+      token_ids_S: int32, each row's new token (meaningless for rows that do not sample).
+      finite_S: bool, whether the row's logits were all finite.
+      logprobs: of the new tokens [S]; zeros unless BatchFlag.LOGPROBS.
+      prompt_logprobs: of `target_ids_T` [T]; zeros unless BatchFlag.PROMPT_LOGPROBS.
+    """
+
+    token_ids_S: jax.Array
+    finite_S: jax.Array
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """Static choices of a step. Hashable.
+
+    Attributes:
+      scale: attention scale.
+      attention_backend: a name of `pallas_kernels.paged_attention`.
+      rows_at_once: see `sampling.sample`.
+    """
+
+    scale: float
+    attention_backend: str
+    rows_at_once: int
+
+
+def serve_step(
+    graphdef: nnx.GraphDef,
+    config: StepConfig,
+    bucket: Bucket,
+    params: Any,
+    state: DeviceState,
+    packed: jax.Array,
+) -> tuple[DeviceState, StepOutput]:
+    """One forward pass over a packed batch, and one sampled token for each row.
+
+    Args:
+      graphdef, config, bucket: static.
+      params: the model's NNX state.
+      packed: int32 vector, see `batch.layout`.
+    """
+    batch = unpack_batch(packed, bucket)
+    model = nnx.merge(graphdef, params)
+
+    def attend(
+        layer: int, q_THd: jax.Array, k_TKd: jax.Array, v_TKd: jax.Array, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
+        cache = write_kv(cache, layer, k_TKd, v_TKd, batch.slot_mapping_T)
+        out_THd = ragged_paged_attention(
+            q_THd,
+            cache.k[layer],
+            cache.v[layer],
+            block_tables_SB=batch.block_tables_SB,
+            seq_lens_S=batch.seq_lens_S,
+            cu_q_lens=batch.cu_q_lens,
+            num_decodes=batch.num_decodes,
+            num_seqs=batch.num_seqs,
+            scale=config.scale,
+            backend=config.attention_backend,
+        )
+        return out_THd, cache
+
+    hidden_TD, kv_cache = model(batch.token_ids_T, batch.positions_T, state.kv_cache, attend)
+    with jax.named_scope("logits"):
+        logits_SV = model.compute_logits(hidden_TD[batch.logits_indices_S])
+    with jax.named_scope("sample"):
+        token_S, finite_S, sampling = sample(
+            logits_SV, batch.sampling, batch.flags, state.sampling, rows_at_once=config.rows_at_once
+        )
+    with jax.named_scope("logprobs"):
+        num_rows, vocab_size = logits_SV.shape
+        logprobs = lax.cond(
+            (batch.flags & BatchFlag.LOGPROBS) != 0,
+            lambda: logprobs_of(logits_SV, token_S),
+            lambda: no_logprobs(num_rows, vocab_size),
+        )
+        prompt_logprobs = _score_prompt(model.compute_logits, hidden_TD, batch, vocab_size)
+    output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs)
+    return DeviceState(kv_cache, sampling), output
+
+
+def _score_prompt(
+    compute_logits: Callable[[jax.Array], jax.Array], hidden_TD: jax.Array, batch: ForwardBatch, vocab_size: int
+) -> Logprobs:
+    """Logprobs of `target_ids_T`, a few rows at a time; no work at all unless somebody asked."""
+    num_tokens = hidden_TD.shape[0]
+    rows = min(_SCORED_ROWS, num_tokens)
+    # Slices past the end would be clamped onto rows already scored: pad to whole chunks.
+    extra = -num_tokens % rows
+    hidden = jnp.pad(hidden_TD, ((0, extra), (0, 0)))
+    targets = jnp.pad(batch.target_ids_T, (0, extra))
+    wanted = (batch.flags & BatchFlag.PROMPT_LOGPROBS) != 0
+
+    def chunk(index: jax.Array, scored: Logprobs) -> Logprobs:
+        start = index * rows
+        new = logprobs_of(
+            compute_logits(lax.dynamic_slice_in_dim(hidden, start, rows)),
+            lax.dynamic_slice_in_dim(targets, start, rows),
+        )
+        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new)
+
+    chunks = jnp.where(wanted, (num_tokens + extra) // rows, 0)
+    scored = lax.fori_loop(0, chunks, chunk, no_logprobs(num_tokens + extra, vocab_size))
+    return jax.tree.map(lambda x: x[:num_tokens], scored)

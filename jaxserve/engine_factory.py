@@ -1,0 +1,68 @@
+"""From a model's name or path to a warmed-up engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.batch.buckets import default_buckets
+from jaxserve.checkpoint import open_checkpoint, resolve_model
+from jaxserve.model_store import default_store
+from jaxserve.config import EngineConfig, resolve
+from jaxserve.device.compiled import use_compilation_cache
+from jaxserve.device.memory import plan_num_blocks
+from jaxserve.device.model_runner import ModelRunner
+from jaxserve.engine import EngineCore
+from jaxserve.progress import NullProgress, Progress
+
+
+def create_engine(
+    model: str | Path,
+    options: EngineConfig | None = None,
+    *,
+    served_name: str | None = None,
+    store: Path | None = None,
+    progress: Progress | None = None,
+) -> EngineCore:
+    """Open a model, load it, size the KV cache, and compile every shape.
+
+    Args:
+      model: a known name (fetched and converted on first use), a Hugging Face directory, a GGUF file, or a store.
+      served_name: what clients call the model; the checkpoint's own name by default.
+      store: where fetched models are kept.
+
+    Raises:
+      CheckpointError, ConfigError: one line each.
+    """
+    options = options or EngineConfig()
+    progress = progress or NullProgress()
+    checkpoint = open_checkpoint(resolve_model(str(model), store=store or default_store(), progress=progress))
+    config = resolve(options, checkpoint.config, platform=jax.default_backend())
+    if options.compilation_cache_dir != "":
+        use_compilation_cache(_cache_directory(options))
+    params = checkpoint.load_params(jnp.dtype(config.dtype), progress=progress)
+    num_blocks = plan_num_blocks(options, config, checkpoint.config)
+    buckets = default_buckets(config)
+    runner = ModelRunner(checkpoint.config, config, params, num_blocks=num_blocks, buckets=buckets)
+    del params  # the runner's alone now: closing it frees them
+    runner.warm_up(progress)
+    return EngineCore(
+        model_name=served_name or checkpoint.name,
+        config=config,
+        model_config=checkpoint.config,
+        generation=checkpoint.generation,
+        tokenizer=checkpoint.load_tokenizer(),
+        runner=runner,
+        buckets=buckets,
+        num_blocks=num_blocks,
+    )
+
+
+def _cache_directory(options: EngineConfig) -> Path:
+    if options.compilation_cache_dir:
+        return Path(options.compilation_cache_dir)
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "jaxserve" / "xla"
