@@ -112,6 +112,11 @@ def load_gguf_tokenizer(file: GgufFile) -> TokenizerParts:
         bos_token=bos,
         eos_token=token("eos"),
         add_bos=add_bos,
+        other_special={
+            f"{name}_token": text
+            for name, key in (("unk", "unknown"), ("pad", "padding"))
+            if (text := token(key)) is not None
+        },
     )
 
 

@@ -94,14 +94,18 @@ class Checkpoint:
         from jaxserve.tokenizer import Tokenizer
 
         parts = self.tokenizer_parts
-        # `from_parts` takes the backend over, and ours stays untouched for the next caller.
-        return Tokenizer.from_parts(
-            tokenizers.Tokenizer.from_str(parts.backend.to_str()),
-            chat_template=parts.chat_template,
-            bos_token=parts.bos_token,
-            eos_token=parts.eos_token,
-            add_bos=parts.add_bos,
-        )
+        try:
+            # `from_parts` takes the backend over, and ours stays untouched for the next caller.
+            return Tokenizer.from_parts(
+                tokenizers.Tokenizer.from_str(parts.backend.to_str()),
+                chat_template=parts.chat_template,
+                bos_token=parts.bos_token,
+                eos_token=parts.eos_token,
+                add_bos=parts.add_bos,
+                template_variables=parts.other_special,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from error
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -211,6 +211,10 @@ class StoreWeights:
         data = (self.store / self._manifest.data).absolute()
         if progress is not None:
             progress("Loading weights", 0, len(self.specs))
+        if not data.is_dir():
+            raise CheckpointError(
+                f"{self.store}: the model was replaced while it was being opened; open it again"
+            )
         try:
             with file_lock.shared(data), _checkpointer() as checkpointer:
                 self._check_tree(checkpointer, data / "params")

@@ -34,8 +34,11 @@ def resolve_model(name_or_path: str, *, store: Path, progress: Progress | None =
       CheckpointError: none of these (the text lists the names), or pulling failed.
     """
     path = Path(name_or_path).expanduser()
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be looked into
+        raise CheckpointError(f"{name_or_path[:200]}: cannot be read ({error})"[:500]) from error
     is_name = path.name == name_or_path
     if is_name and name_or_path in KNOWN_MODELS:
         return pull(name_or_path, store=store, progress=progress)

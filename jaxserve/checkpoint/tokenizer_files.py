@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # Any one of these is enough for transformers to make a fast tokenizer.
 _SLOW_FILES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-_SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ENDS = ("bos_token", "eos_token")
+_SPECIAL_KEYS = (*_ENDS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer_files(directory: Path) -> TokenizerParts:
@@ -41,7 +42,7 @@ def load_tokenizer_files(directory: Path) -> TokenizerParts:
     backend = _load_backend(directory)
     named = {key: _token_text(special.get(key), key, directory) for key in _SPECIAL_KEYS}
     bos, eos = named["bos_token"], named["eos_token"]
-    for key in ("bos_token", "eos_token"):
+    for key in _ENDS:
         token = named[key]
         if token is not None and backend.token_to_id(token) is None:
             raise CheckpointError(
@@ -54,6 +55,7 @@ def load_tokenizer_files(directory: Path) -> TokenizerParts:
         bos_token=bos,
         eos_token=eos,
         add_bos=_settle_bos(backend, bos, config.get("add_bos_token")),
+        other_special={key: text for key, text in named.items() if text is not None and key not in _ENDS},
     )
 
 
@@ -63,6 +65,7 @@ def save_tokenizer_files(parts: TokenizerParts, directory: Path) -> None:
     parts.backend.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        **parts.other_special,
         "bos_token": parts.bos_token,
         "eos_token": parts.eos_token,
         "add_bos_token": parts.add_bos,

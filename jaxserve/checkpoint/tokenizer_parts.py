@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ class TokenizerParts:
     backend: the `tokenizers` pipeline; which of its added tokens are special is recorded in there.
     chat_template: Jinja source, or None for a model without one.
     add_bos: whether encoding with special tokens puts the BOS token first.
+    other_special: further special tokens that have a name, e.g. ``{"unk_token": "<unk>"}``; templates may use them.
     """
 
     backend: Backend
@@ -25,6 +27,7 @@ class TokenizerParts:
     bos_token: str | None
     eos_token: str | None
     add_bos: bool = False
+    other_special: Mapping[str, str] = field(default_factory=dict)
 
     def token_id(self, token: str | None) -> int | None:
         """Id of a token, None for None and for a token that the vocabulary lacks."""

@@ -82,7 +82,7 @@ def check_tensors(
         info = tensors.get(name)
         if info is None:
             if not spec.optional:
-                differences.append(f"{name} is missing")
+                differences.append(f"{name} is missing ({expected_by} asks for it)")
         elif info.shape != spec.shape:
             place = f" in {info.file.name}" if info.file != where else ""
             differences.append(
