@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.run import bind, url
+from tests.server import http
+
+COMPLETIONS = "/v1/completions"
+LONG = {"model": "copy", "prompt": "a b c", "max_tokens": 1000}
+
+# A server process around the copying engine: the engine is not what is tested here.
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+import tokenizers
+from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.run import RunOptions, bind, run_server
+from tests.server.copy_engine import CopyEngine
+
+backend = tokenizers.Tokenizer.from_file(str(next(Path(sys.argv[1]).rglob("tokenizer.json"))))
+engine = CopyEngine(Tokenizer.from_parts(backend), step_seconds=0.005)
+def die_on_request():
+    sys.stdin.readline()
+    engine.fail_with = RuntimeError("device lost")
+threading.Thread(target=die_on_request, daemon=True).start()
+options = RunOptions(shutdown_grace=float(sys.argv[2]))
+sys.exit(run_server(engine, bind("127.0.0.1", 0), options, announce=lambda line: print(line, flush=True)))
+"""
+
+
+class Process:
+    """The program above, listening."""
+
+    def __init__(self, checkpoint: Path, grace: float) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(checkpoint), str(grace)],
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.popen.stdout is not None
+        self.base_url = self.popen.stdout.readline().removeprefix("listening on ").strip()
+        assert self.base_url.startswith("http://")
+
+    def kill_engine(self) -> None:
+        assert self.popen.stdin is not None
+        self.popen.stdin.write("die\n")
+        self.popen.stdin.flush()
+
+
+@pytest.fixture
+def processes(demo_checkpoint_dir: Path) -> Iterator[ProcessFactory]:
+    factory = ProcessFactory(demo_checkpoint_dir)
+    yield factory
+    for process in factory.started:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+class ProcessFactory:
+    def __init__(self, checkpoint: Path) -> None:
+        self._checkpoint = checkpoint
+        self.started: list[Process] = []
+
+    def start(self, grace: float = 30.0) -> Process:
+        self.started.append(Process(self._checkpoint, grace))
+        return self.started[-1]
+
+
+def wait_until_running(process: Process) -> None:
+    while (
+        b'vllm:time_to_first_token_seconds_count{model_name="copy"} 0.0'
+        in http.request(process.base_url, "GET", "/metrics").body
+    ):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_streams_end_and_exits_with_0(
+    processes: ProcessFactory, number: signal.Signals
+) -> None:
+    process = processes.start()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(http.stream, process.base_url, COMPLETIONS, LONG)
+        wait_until_running(process)
+        process.popen.send_signal(number)
+        assert running.result(60)[-1]["choices"][0]["finish_reason"] == "length"  # and [DONE]
+    assert process.popen.wait(20) == 0
+
+
+def test_the_grace_is_kept(processes: ProcessFactory) -> None:
+    process = processes.start(grace=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(
+            http.post, process.base_url, COMPLETIONS, {**LONG, "stream": True, "max_tokens": 2000}
+        )
+        wait_until_running(process)
+        process.popen.send_signal(signal.SIGTERM)
+        assert b"shutting down" in running.result(60).body.split(b"\n\n")[-2]
+    assert process.popen.wait(20) == 0
+
+
+def test_a_second_signal_ends_it_at_once(processes: ProcessFactory) -> None:
+    process = processes.start(grace=1000)
+    sock = http.open_socket(process.base_url, COMPLETIONS, {**LONG, "stream": True})
+    wait_until_running(process)
+    process.popen.send_signal(signal.SIGTERM)
+    while http.request(process.base_url, "GET", "/health").status != 503:
+        time.sleep(0.02)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.popen.wait(20) == 128 + signal.SIGTERM
+    sock.close()
+
+
+def test_a_dead_engine_ends_the_process_with_1(processes: ProcessFactory) -> None:
+    process = processes.start()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(http.post, process.base_url, COMPLETIONS, {**LONG, "stream": True})
+        wait_until_running(process)
+        process.kill_engine()
+        assert b'"engine_dead"' in running.result(60).body.split(b"\n\n")[-2]
+        assert http.request(process.base_url, "GET", "/health").status == 503
+        assert http.request(process.base_url, "GET", "/v1/models").status == 200
+        assert http.post(process.base_url, COMPLETIONS, LONG).error["code"] == "engine_dead"
+    assert process.popen.wait(30) == 1
+
+
+def test_an_address_that_is_taken_or_wrong_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}") as caught:
+            bind("127.0.0.1", port)
+        assert "\n" not in str(caught.value)
+    for host in ("203.0.113.7", "no such host", "x" * 300):
+        with pytest.raises(ConfigError, match="can't listen"):
+            bind(host, 0)
+
+
+def test_addresses_are_written_as_urls() -> None:
+    assert url("127.0.0.1", 80) == "http://127.0.0.1:80"
+    assert url("::1", 80) == "http://[::1]:80"
