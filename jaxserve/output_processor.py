@@ -155,13 +155,11 @@ class _PromptLogprobs:
     def add(self, update: RequestUpdate) -> None:
         """Entries sent again by a recompute replace equal ones."""
         entries = update.prompt_logprobs or []
-        start = update.prompt_logprobs_start
-        if start is None:
-            # The step that reached `num_computed_tokens` scored the tokens up to that position.
-            last = min(update.request.num_computed_tokens, len(self._entries) - 1)
-            start = last - len(entries) + 1
-            if start < 1:  # the counter was reset meanwhile: these go on where the last ones ended
-                start = min(self._missing, default=len(self._entries))
+        # The step that reached `num_computed_tokens` scored the tokens up to that position.
+        last = min(update.request.num_computed_tokens, len(self._entries) - 1)
+        start = last - len(entries) + 1
+        if start < 1:  # the counter was reset by the request's end: these go on where the last ones stopped
+            start = min(self._missing, default=len(self._entries))
         for position, entry in enumerate(entries, start):
             if position < len(self._entries):
                 self._entries[position] = entry

@@ -49,8 +49,6 @@ class RequestUpdate:
 
     `new_token_ids` may be empty (a prefill chunk with prompt logprobs, or an end without a token).
     `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.
-    `prompt_logprobs_start` is the prompt position of the first of `prompt_logprobs`; None if they end at
-    `request.num_computed_tokens` (or at the prompt's end).
     """
 
     request: Request
@@ -58,7 +56,6 @@ class RequestUpdate:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
-    prompt_logprobs_start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

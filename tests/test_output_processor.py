@@ -274,24 +274,19 @@ def test_counters_of_the_prompt_are_passed_on():
 # -- prompt logprobs
 
 
-def prompt_step(
-    processor: OutputProcessor, request: Request, start: int, stop: int, tokens=(), *, positions: bool
-):
+def prompt_step(processor: OutputProcessor, request: Request, start: int, stop: int, tokens=()):
     """A step that computes prompt positions start..stop, and so scores start+1..stop."""
     request.num_computed_tokens = stop
     last = min(stop, request.num_prompt_tokens - 1)
     entries = [logprob(request.prompt_token_ids[position]) for position in range(start + 1, last + 1)]
-    update = RequestUpdate(
-        request, list(tokens), prompt_logprobs=entries, prompt_logprobs_start=start + 1 if positions else None
-    )
+    update = RequestUpdate(request, list(tokens), prompt_logprobs=entries)
     outputs, _ = processor.process([update])
     return outputs
 
 
-@pytest.mark.parametrize("positions", [True, False])
 @settings(max_examples=60)
 @given(data=st.data())
-def test_prompt_logprobs_survive_chunks_and_preemption(positions, data):
+def test_prompt_logprobs_survive_chunks_and_preemption(data):
     """One entry a prompt token, in order, whatever the chunks and however often the prompt was begun again."""
     length = data.draw(st.integers(1, 12))
     request = make_request(list(range(100, 100 + length)), prompt_logprobs=1)
@@ -303,9 +298,7 @@ def test_prompt_logprobs_survive_chunks_and_preemption(positions, data):
         if data.draw(st.integers(0, 4)) == 0:
             computed = 0  # preempted
         stop = computed + data.draw(st.integers(1, length - computed))
-        outputs += prompt_step(
-            processor, request, computed, stop, [5] if stop == length else [], positions=positions
-        )
+        outputs += prompt_step(processor, request, computed, stop, [5] if stop == length else [])
         computed = stop
     outputs += processor.process([RequestUpdate(request, [6])])[0]
     assert [output.prompt_logprobs is not None for output in outputs] == [True, False]
@@ -317,14 +310,14 @@ def test_prompt_logprobs_come_with_the_first_choice_alone_and_only_on_demand():
     for request in (make_request([5, 6], index=1, prompt_logprobs=0), make_request([5, 6])):
         processor = OutputProcessor(smollm2())
         processor.add(request)
-        assert prompt_step(processor, request, 0, 2, [7], positions=True)[0].prompt_logprobs is None
+        assert prompt_step(processor, request, 0, 2, [7])[0].prompt_logprobs is None
 
 
 def test_prompt_logprobs_of_an_aborted_prompt_are_left_out():
     request = make_request([5, 6, 7, 8], prompt_logprobs=0)
     processor = OutputProcessor(smollm2())
     processor.add(request)
-    assert prompt_step(processor, request, 0, 2, positions=True) == []
+    assert prompt_step(processor, request, 0, 2) == []
     request.finish_reason = FinishReason.ABORT
     (output,), _ = processor.process([RequestUpdate(request, [])])
     assert output.prompt_logprobs is None
