@@ -62,7 +62,14 @@ def test_hits_stay_within_a_salt() -> None:
 
 def test_different_tokens_never_hit() -> None:
     harness = Harness(300, block_size=2, max_num_batched_tokens=64)
-    prompts = [[1, 2, 3, 4, 5], [2, 1, 3, 4, 5], [12, 3, 4, 5, 6], [1, 23, 4, 5, 6], [3, 4, 1, 2, 5], [1, 2, 4, 3, 5]]
+    prompts = [
+        [1, 2, 3, 4, 5],
+        [2, 1, 3, 4, 5],
+        [12, 3, 4, 5, 6],
+        [1, 23, 4, 5, 6],
+        [3, 4, 1, 2, 5],
+        [1, 2, 4, 3, 5],
+    ]
     cached = []
     for number, prompt in enumerate(prompts):
         request = make_request(f"r{number}", prompt)
@@ -174,7 +181,9 @@ def test_turned_off_it_finds_nothing() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 7, 8, 9, 30])
 def test_siblings_compute_the_prompt_once(length: int, caching: bool) -> None:
-    harness = Harness(80, block_size=4, max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=caching)
+    harness = Harness(
+        80, block_size=4, max_num_batched_tokens=8, max_num_seqs=4, enable_prefix_caching=caching
+    )
     members = make_group("g", length, 4, 6)
     harness.run(*members)
     assert len({tuple(member.output_token_ids) for member in members}) > 1

@@ -30,7 +30,9 @@ def test_boundaries_between_numbers_matter() -> None:
 
 def test_a_digest_names_everything_before_it() -> None:
     root = root_digest(None)
-    assert block_digest(block_digest(root, [1, 2]), [5, 6]) != block_digest(block_digest(root, [3, 4]), [5, 6])
+    assert block_digest(block_digest(root, [1, 2]), [5, 6]) != block_digest(
+        block_digest(root, [3, 4]), [5, 6]
+    )
     assert block_digest(root, [5, 6]) != block_digest(block_digest(root, [1, 2]), [5, 6])
 
 
@@ -47,9 +49,7 @@ def test_a_salt_that_is_no_string_is_refused(salt: object) -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     """Python's hash() differs with PYTHONHASHSEED; and hash(-1) == hash(-2)."""
-    script = (
-        "from jaxserve.scheduler.prefix_hash import *; print(block_digest(root_digest('tenant'), [1, 2, 3]).hex())"
-    )
+    script = "from jaxserve.scheduler.prefix_hash import *; print(block_digest(root_digest('tenant'), [1, 2, 3]).hex())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", script],

@@ -59,7 +59,9 @@ def test_one_long_prompt_at_a_time_in_order_of_arrival() -> None:
         assert len(partial) <= 1
     ended = [i for i, _ in sorted(harness.ends.items(), key=lambda pair: pair[0])]
     assert ended == ["x:0", "y:0", "z:0"]
-    assert harness.runner.num_steps == 10  # 150 tokens, 16 a step: nothing was left unused between two of them
+    assert (
+        harness.runner.num_steps == 10
+    )  # 150 tokens, 16 a step: nothing was left unused between two of them
 
 
 def test_a_long_prompt_waiting_its_turn_does_not_hold_up_short_ones() -> None:
@@ -178,7 +180,9 @@ def test_the_lowest_priority_is_preempted_before_the_latest() -> None:
 @pytest.mark.parametrize("scarce", ["slots", "blocks"])
 def test_a_higher_priority_displaces_strictly_lower_ones(scarce: str) -> None:
     harness = Harness(
-        100 if scarce == "slots" else 11, max_num_seqs=2 if scarce == "slots" else 8, max_num_batched_tokens=64
+        100 if scarce == "slots" else 11,
+        max_num_seqs=2 if scarce == "slots" else 8,
+        max_num_batched_tokens=64,
     )
     decode(harness, make_request("a", 16, 4, priority=1), make_request("b", 16, 4, priority=1))
     harness.add(make_request("equal", 9, 4, priority=1))
@@ -393,7 +397,9 @@ def test_gauges_and_counters() -> None:
         lambda s, r: setattr(r, "status", RequestStatus.WAITING),
         lambda s, r: s._kv.pool.touch([s._kv._tables[r.request_id].block_ids[0]]),
         lambda s, r: s._running.reverse(),
-        lambda s, r: r.prompt_token_ids and setattr(r, "prompt_token_ids", (999,) * 10) or s._kv._chains.clear(),
+        lambda s, r: (
+            r.prompt_token_ids and setattr(r, "prompt_token_ids", (999,) * 10) or s._kv._chains.clear()
+        ),
     ],
 )
 def test_the_integrity_check_sees_corruption(corrupt) -> None:  # type: ignore[no-untyped-def]

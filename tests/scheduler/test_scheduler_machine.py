@@ -26,7 +26,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, spare_budget: int, chunk: int, caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        spare_budget: int,
+        chunk: int,
+        caching: bool,
     ) -> None:
         budget = max_num_seqs + spare_budget
         self.harness = Harness(
