@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduler.scheduler import Scheduler
 from tests.fakes import make_group, make_request, solo_tokens
 from tests.scheduler.harness import Harness, rows
 
@@ -385,6 +386,11 @@ def test_gauges_and_counters() -> None:
     assert stats.finished == {"length": 2}
 
 
+def change_the_prompt(scheduler: Scheduler, request: Request) -> None:
+    request.prompt_token_ids = (999,) * request.num_prompt_tokens
+    scheduler._kv._chains.clear()
+
+
 @pytest.mark.parametrize(
     "corrupt",
     [
@@ -397,9 +403,7 @@ def test_gauges_and_counters() -> None:
         lambda s, r: setattr(r, "status", RequestStatus.WAITING),
         lambda s, r: s._kv.pool.touch([s._kv._tables[r.request_id].block_ids[0]]),
         lambda s, r: s._running.reverse(),
-        lambda s, r: (
-            r.prompt_token_ids and setattr(r, "prompt_token_ids", (999,) * 10) or s._kv._chains.clear()
-        ),
+        change_the_prompt,
     ],
 )
 def test_the_integrity_check_sees_corruption(corrupt) -> None:  # type: ignore[no-untyped-def]
