@@ -236,6 +236,13 @@ def test_one_value_that_is_no_number_stops_the_load(tmp_path, value, wanted):
     assert "model.layers.0" not in str(caught.value)
 
 
+def test_large_values_are_numbers_even_if_their_sum_is_not(tmp_path):
+    tensors = tiny_tensors(tiny_config())
+    tensors["model.norm.weight"][:] = 3e38
+    write_huggingface(tmp_path, tensors=tensors)
+    assert_same(open_checkpoint(tmp_path).load_params("float32"), tensors)
+
+
 def test_a_value_that_only_the_wanted_type_cannot_hold_stops_the_load(tmp_path):
     tensors = tiny_tensors(tiny_config())
     tensors["model.norm.weight"][3] = np.finfo(np.float32).max
