@@ -33,7 +33,7 @@ class ServerProcess:
         model: str | Path,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
     ) -> None:
         self._command = [
             *(sys.executable, "-m", "jaxserve", "serve"),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from jaxserve.cli import engine_options as options
 from jaxserve.cli.chat_session import COMMANDS, Answerer, ChatSession, ChatSettings, Conversation, Message
-from jaxserve.config import GenerationDefaults
+from jaxserve.config import EngineConfig, GenerationDefaults
 from jaxserve.errors import JaxserveError
 from jaxserve.request import FinishReason, SamplingParams
 
@@ -43,6 +44,8 @@ def chat(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+    dtype: options.DType = options.DTypeChoice.auto,
+    max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Talk to a model in the terminal.
 
@@ -60,7 +63,11 @@ def chat(
     settings.check()
     _tolerate_bad_utf8()
     interactive = sys.stdin.isatty()
-    with _open_answerer(model, url, api_key) as answerer:
+    # One conversation at a time needs few shapes compiled, so it starts soon.
+    config = EngineConfig(
+        dtype=dtype.value, max_model_len=max_model_len, max_num_seqs=1, max_num_batched_tokens=128
+    )
+    with _open_answerer(model, url, api_key, config) as answerer:
         session = ChatSession(
             answerer=answerer,
             settings=settings,
@@ -96,7 +103,9 @@ def _model_defaults(generation: GenerationDefaults) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_answerer(model: str | None, url: str | None, api_key: str | None) -> Iterator[Answerer]:
+def _open_answerer(
+    model: str | None, url: str | None, api_key: str | None, config: EngineConfig
+) -> Iterator[Answerer]:
     if url is not None:
         from jaxserve.cli.chat_client import ServerAnswerer
 
@@ -104,8 +113,7 @@ def _open_answerer(model: str | None, url: str | None, api_key: str | None) -> I
         return
     from jaxserve.llm import LLM
 
-    # One conversation at a time: fewer shapes to compile, so it starts sooner.
-    with LLM(model or _DEFAULT_MODEL, max_num_seqs=1, max_num_batched_tokens=256) as llm:
+    with LLM(model or _DEFAULT_MODEL, config=config) as llm:
         yield LocalAnswerer(llm)
 
 

@@ -23,7 +23,7 @@ def run_jaxserve(
     stdin: bytes | str = b"",
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
 ) -> subprocess.CompletedProcess[str]:
     """Output is decoded as UTF-8 with replacement, so that a test sees whatever was printed."""
     result = subprocess.run(

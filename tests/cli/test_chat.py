@@ -21,9 +21,9 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
 @pytest.fixture(scope="module")
 def server(tiny_checkpoint_dir: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        tiny_checkpoint_dir, "--max-num-seqs", "4", "--max-num-batched-tokens", "64"
-    ) as running:
+    # The flags of the server that tests/server talks to: the second one to start finds everything compiled.
+    flags = ("--max-num-seqs", "16", "--max-num-batched-tokens", "32", "--max-model-len", "1024")
+    with ServerProcess(tiny_checkpoint_dir, *flags, start_timeout_s=900) as running:
         yield running
 
 
@@ -96,7 +96,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_the_next_is_given(server: Serv
     """A pseudo-terminal: prompts appear, the answer grows, Ctrl-C stops it, /exit ends with code 0."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxserve", "chat", "--url", server.base_url, "--max-tokens", "1500"],
+        [sys.executable, "-m", "jaxserve", "chat", "--url", server.base_url, "--max-tokens", "900"],
         env={**command_environment(), "TERM": "dumb"},
         stdin=slave,
         stdout=slave,
