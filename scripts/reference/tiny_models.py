@@ -85,7 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
     "group2_yarn_attention_factor": {
         **_BASE,
         **_heads(4, 2, 24),
-        "rope_parameters": {**_YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+        "rope_parameters": {**_YARN, "attention_factor": 1.3, "beta_fast": 4.0, "beta_slow": 0.25},
     },
     "group4_attention_bias": {**_BASE, **_heads(8, 2, 6), "attention_bias": True},
     "group2_mlp_bias_gelu": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -64,9 +65,10 @@ def test_llama3_frequencies() -> None:
 
 
 @pytest.mark.parametrize("truncate", [True, False])
-def test_yarn_frequencies(truncate: bool) -> None:
+@pytest.mark.parametrize("betas", [(32.0, 1.0), (8.0, 2.0)])
+def test_yarn_frequencies(truncate: bool, betas: tuple[float, float]) -> None:
     # Where a dimension turns `beta` times within the original context: solve 4096 / wavelength = beta for it.
-    first, last = (HEAD_DIM / 2 * math.log(4096 / (beta * 2 * math.pi), 10000.0) for beta in (32, 1))
+    first, last = (HEAD_DIM / 2 * math.log(4096 / (beta * 2 * math.pi), 10000.0) for beta in betas)
     if truncate:
         first, last = math.floor(first), math.ceil(last)
     expected = []
@@ -74,9 +76,7 @@ def test_yarn_frequencies(truncate: bool) -> None:
         stretched = min(max((i - first) / (last - first), 0.0), 1.0)
         frequency = 2 * math.pi / wavelength
         expected.append(frequency * (1 - stretched) + frequency / 16.0 * stretched)
-    rope = RopeConfig(
-        rope_type="yarn", theta=10000.0, factor=16.0, original_max_position_embeddings=4096, truncate=truncate
-    )
+    rope = dataclasses.replace(YARN, beta_fast=betas[0], beta_slow=betas[1], truncate=truncate)
     np.testing.assert_allclose(_frequencies(rope), expected, rtol=1e-6)
 
 
