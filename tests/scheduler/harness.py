@@ -30,6 +30,7 @@ class Harness:
         self.errors: dict[str, str] = {}
         self.ends: dict[str, int] = {}
         self.last_updates: list[RequestUpdate] = []
+        self.num_steps = 0
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -41,6 +42,8 @@ class Harness:
             self.ends[request.request_id] = 0
 
     def step(self) -> SchedulerOutput:
+        self.num_steps += 1
+        assert self.num_steps < 20_000, "no end in sight"
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         budget = plan.num_scheduled_tokens
