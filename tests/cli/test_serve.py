@@ -1,25 +1,46 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.cli.command import assert_refused, run_jaxserve
+import pytest
+
+from jaxserve.cli.main import run
 
 
-def test_a_port_in_use_is_one_line_before_the_model_is_looked_at(tmp_path: Path) -> None:
+@pytest.fixture
+def taken_port() -> Iterator[int]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        assert_refused(run_jaxserve("serve", "--model", tmp_path / "missing", "--port", port), f"port {port}")
+        yield taken.getsockname()[1]
 
 
-def test_bad_options_are_one_line(tmp_path: Path) -> None:
-    for arguments, mention in (
+def test_a_port_in_use_is_one_line_before_the_model_is_looked_at(
+    taken_port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--model", str(tmp_path / "missing"), "--port", str(taken_port)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert f"port {taken_port}" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mention"),
+    [
         (("--port", "70000"), "--port"),
         (("--api-key", ""), "--api-key"),
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--dtype", "int4"), "--dtype"),
+        (("--shutdown-grace", "-1"), "--shutdown-grace"),
         (("--port", "0"), "missing"),
-    ):
-        assert_refused(run_jaxserve("serve", "--model", tmp_path / "missing", *arguments), mention)
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: tuple[str, ...], mention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--model", str(tmp_path / "missing"), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert mention in printed.err
