@@ -241,7 +241,7 @@ def _unused_characters(strings: Sequence[str], count: int) -> list[str]:
     """`count` private-use characters that occur in none of `strings`."""
     used = {char for text in strings if not text.isascii() for char in set(text)}
     found = []
-    for code in (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)):
+    for code in itertools.chain(range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)):
         if chr(code) not in used:
             found.append(chr(code))
             if len(found) == count:

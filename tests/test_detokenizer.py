@@ -19,6 +19,12 @@ def tokenizer_named(name: str) -> Tokenizer:
     return smollm2() if name == "smollm2" else sentencepiece(name)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    """Loading is no part of drawing an example."""
+    smollm2()
+
+
 NAMES = pytest.mark.parametrize("name", ["smollm2", "prepend", "metaspace_first"])
 
 

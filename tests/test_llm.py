@@ -33,7 +33,7 @@ class HandRunner(FakeRunner):
     before_step: called with the number of the step before it runs.
     """
 
-    num_executables = 0
+    num_compiled = 0
     serving_compilations = 0
 
     def __init__(self, block_size: int, num_blocks: int, padding_row: int) -> None:
@@ -94,6 +94,7 @@ def check(completion: Completion, prompt: str | list[int], own: SamplingParams) 
 def assert_idle(llm: LLM) -> None:
     """Nothing runs any more, and every block is free."""
     assert not llm.engine.has_work()
+    assert not llm._routes
     llm.engine.check_integrity()
     assert llm.engine.stats.num_free_blocks == NUM_BLOCKS
 

@@ -16,6 +16,12 @@ from tests.text_models import byte_tokens, smollm2, token_with_bytes
 EOS = 2
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    """Loading is no part of drawing an example."""
+    smollm2()
+
+
 def make_request(prompt: str | list[int] = "Hello", *, index: int = 0, **params) -> Request:
     sampling = SamplingParams(**{"max_tokens": 100, **params})
     ids = smollm2().encode(prompt) if isinstance(prompt, str) else prompt

@@ -98,6 +98,13 @@ def test_stops_that_end_while_too_short_never_count(pieces, stops, first):
     assert got == want
 
 
+def test_a_stop_that_did_not_count_may_be_the_beginning_of_one_that_does():
+    matcher = StopStringMatcher(["abab"])
+    assert matcher.feed("xabab", armed=False) == "xab"
+    assert matcher.feed("ab") == ""
+    assert matcher.matched == "abab"
+
+
 def test_the_last_of_many_long_stops_still_stops():
     """No limit below the documented one (B224)."""
     stops = [f"{number:03d}" + "x" * 1000 for number in range(63)] + ["the end"]
