@@ -104,8 +104,8 @@ class EngineConfig:
       max_waiting: most requests in the waiting queue; a further one is refused (QueueFullError).
       seed: root of the seeds of requests that bring none, so that a run can be repeated.
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
-      compilation_cache_dir: where XLA's persistent compilation cache lives; None is the user's cache folder,
-        "" turns it off.
+      compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
+        "" keeps none.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

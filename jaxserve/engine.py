@@ -25,8 +25,8 @@ class Runner(Protocol):
 
     padding_row: int
 
-    @property
-    def num_executables(self) -> int: ...
+    num_compiled: int
+
     @property
     def serving_compilations(self) -> int: ...
     def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput: ...
@@ -113,7 +113,9 @@ class EngineCore:
         if request.request_id in self._groups:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if self._scheduler.num_waiting + request.params.n > self.config.max_waiting:
-            raise QueueFullError(f"{self._scheduler.num_waiting} sequences are waiting already; try again later")
+            raise QueueFullError(
+                f"{self._scheduler.num_waiting} sequences are waiting already; try again later"
+            )
         sequences = self._fan_out(request)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
         for sequence in sequences:
@@ -195,7 +197,7 @@ class EngineCore:
 
     def _refresh_stats(self) -> None:
         self._scheduler.fill_stats(self.stats)
-        self.stats.compilations = self._runner.num_executables + self._runner.serving_compilations
+        self.stats.compilations = self._runner.num_compiled + self._runner.serving_compilations
         self.stats.serving_compilations = self._runner.serving_compilations
 
     def _require_alive(self) -> None:

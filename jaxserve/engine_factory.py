@@ -10,12 +10,11 @@ import jax.numpy as jnp
 
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.checkpoint import open_checkpoint, resolve_model
-from jaxserve.model_store import default_store
 from jaxserve.config import EngineConfig, resolve
-from jaxserve.device.compiled import use_compilation_cache
 from jaxserve.device.memory import plan_num_blocks
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.engine import EngineCore
+from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
 
 
@@ -41,12 +40,17 @@ def create_engine(
     progress = progress or NullProgress()
     checkpoint = open_checkpoint(resolve_model(str(model), store=store or default_store(), progress=progress))
     config = resolve(options, checkpoint.config, platform=jax.default_backend())
-    if options.compilation_cache_dir != "":
-        use_compilation_cache(_cache_directory(options))
     params = checkpoint.load_params(jnp.dtype(config.dtype), progress=progress)
     num_blocks = plan_num_blocks(options, config, checkpoint.config)
     buckets = default_buckets(config)
-    runner = ModelRunner(checkpoint.config, config, params, num_blocks=num_blocks, buckets=buckets)
+    runner = ModelRunner(
+        checkpoint.config,
+        config,
+        params,
+        num_blocks=num_blocks,
+        buckets=buckets,
+        cache_directory=_cache_directory(options),
+    )
     del params  # the runner's alone now: closing it frees them
     runner.warm_up(progress)
     return EngineCore(
@@ -61,8 +65,8 @@ def create_engine(
     )
 
 
-def _cache_directory(options: EngineConfig) -> Path:
-    if options.compilation_cache_dir:
-        return Path(options.compilation_cache_dir)
+def _cache_directory(options: EngineConfig) -> Path | None:
+    if options.compilation_cache_dir is not None:
+        return Path(options.compilation_cache_dir) if options.compilation_cache_dir else None
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "jaxserve" / "xla"
+    return Path(root) / "jaxserve" / "executables"

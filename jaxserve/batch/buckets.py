@@ -9,7 +9,9 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
 
 _MIN_TOKENS = 2  # one row alone collapses to a slow matrix-vector path on CPUs
+_ROUGH_TOKENS = (8, 16, 32)  # small sizes cost almost the same, so few will do
 _LOGIT_ROWS = (16, 64, 256)  # row counts for batches that are mostly prefill
+_PREFILL_RATIO = 4  # tokens to rows, from which on a batch counts as mostly prefill
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +42,8 @@ class ShapeBuckets:
     def all_buckets(self) -> list[Bucket]:
         """Every shape, largest first (it also needs the most memory, so a lack of it shows at once)."""
         return sorted(
-            (Bucket(tokens, s, self.blocks) for tokens, seqs in self.seqs_by_tokens for s in seqs), reverse=True
+            (Bucket(tokens, s, self.blocks) for tokens, seqs in self.seqs_by_tokens for s in seqs),
+            reverse=True,
         )
 
     def smallest_for(self, num_tokens: int, num_seqs: int) -> Bucket:
@@ -58,19 +61,14 @@ class ShapeBuckets:
 
 
 def default_buckets(config: ResolvedConfig) -> ShapeBuckets:
-    """Token sizes 2, 4, 8, 16, then two steps an octave; few row counts for each.
-
-    Padding wastes at most a third of a step's tokens, and a quarter on average.
-    """
-    tokens: list[int] = []
-    size = _MIN_TOKENS
-    while size < config.max_num_batched_tokens:
-        tokens.append(size)
-        half_step = size + size // 2
-        if size >= 16 and half_step < config.max_num_batched_tokens:
-            tokens.append(half_step)
+    """Token sizes 2, 8, 16, 32, then two steps an octave; a second, smaller row count where prefill dominates."""
+    most = max(_MIN_TOKENS, config.max_num_batched_tokens)
+    sizes = {_MIN_TOKENS, *_ROUGH_TOKENS}
+    size = _ROUGH_TOKENS[-1]
+    while size < most:
+        sizes |= {size, size + size // 2}
         size *= 2
-    tokens.append(max(_MIN_TOKENS, config.max_num_batched_tokens))
+    tokens = sorted({t for t in sizes if t < most} | {most})
     return ShapeBuckets(
         tuple((t, _row_sizes(t, config.max_num_seqs)) for t in tokens), blocks=config.max_blocks_per_seq
     )
@@ -78,4 +76,4 @@ def default_buckets(config: ResolvedConfig) -> ShapeBuckets:
 
 def _row_sizes(tokens: int, max_num_seqs: int) -> tuple[int, ...]:
     most = min(tokens, max(_MIN_TOKENS, max_num_seqs))
-    return (*(size for size in _LOGIT_ROWS if size < most), most)
+    return (*(rows for rows in _LOGIT_ROWS if rows < most and rows * _PREFILL_RATIO <= tokens), most)

@@ -36,7 +36,9 @@ class HostBatch:
     num_tokens: int
 
 
-def build_batch(plan: SchedulerOutput, buckets: ShapeBuckets, *, block_size: int, padding_row: int) -> HostBatch:
+def build_batch(
+    plan: SchedulerOutput, buckets: ShapeBuckets, *, block_size: int, padding_row: int
+) -> HostBatch:
     """Pack a plan.
 
     Args:
@@ -55,7 +57,9 @@ def build_batch(plan: SchedulerOutput, buckets: ShapeBuckets, *, block_size: int
     array["token_ids"][:num_tokens] = [
         token
         for row in rows
-        for token in row.request.token_ids(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
+        for token in row.request.token_ids(
+            row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        )
     ]
     owner = np.repeat(np.arange(num_seqs), counts)
     positions = np.arange(num_tokens, dtype=np.int32) - first[owner] + starts[owner]
@@ -63,7 +67,9 @@ def build_batch(plan: SchedulerOutput, buckets: ShapeBuckets, *, block_size: int
     tables = array["block_tables"]
     for s, row in enumerate(rows):
         tables[s, : len(row.block_ids)] = row.block_ids
-    array["slot_mapping"][:num_tokens] = tables[owner, positions // block_size] * block_size + positions % block_size
+    array["slot_mapping"][:num_tokens] = (
+        tables[owner, positions // block_size] * block_size + positions % block_size
+    )
     array["seq_lens"][:num_seqs] = starts + counts
     array["cu_q_lens"][1 : num_seqs + 1] = ends
     array["cu_q_lens"][num_seqs + 1 :] = num_tokens
@@ -90,7 +96,14 @@ def _write_sampling_rows(array: dict[str, np.ndarray], rows: tuple[ScheduledRequ
     batch = BatchFlag(0)
     floats = {
         name: array[name].view(np.float32)
-        for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        )
     }
     floats["temperature"][:] = 1.0
     floats["top_p"][:] = 1.0

@@ -5,36 +5,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.progress import Progress
-
-Key = TypeVar("Key", bound=Hashable)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
-class ExecutableSet(Generic[Key]):
-    """Compiled programs by key. After `build` nothing is ever traced or compiled again.
+class ExecutableSet[Key: Hashable]:
+    """Programs by key. After `build` nothing is ever traced or compiled again.
 
     Args:
-      compile_one: traces, lowers and compiles the program of a key.
+      make_one: loads the program of a key, or else traces, lowers and compiles it.
     """
 
-    def __init__(self, compile_one: Callable[[Key], Any]) -> None:
-        self._compile_one = compile_one
+    def __init__(self, make_one: Callable[[Key], Any]) -> None:
+        self._make_one = make_one
         self._executables: dict[Key, Any] = {}
 
     def build(self, keys: Iterable[Key], *, threads: int, progress: Progress, what: str) -> None:
-        """Compile every key that is missing, `threads` at a time (XLA compiles outside Python's lock)."""
+        """Make every program that is missing, `threads` at a time (XLA compiles outside Python's lock)."""
         missing = [key for key in keys if key not in self._executables]
         progress(what, 0, len(missing))
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
-            futures = {pool.submit(self._compile_one, key): key for key in missing}
+            futures = {pool.submit(self._make_one, key): key for key in missing}
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
                     self._executables[futures[future]] = future.result()
@@ -68,7 +64,7 @@ class CompileCounter:
         self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILE_EVENT and self._thread == threading.get_ident():
             self.count += 1
 
@@ -80,15 +76,3 @@ class CompileCounter:
 
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
-
-
-def use_compilation_cache(directory: Path) -> None:
-    """Keep compiled programs in `directory` across processes, also where jax has been used before this call."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if jax.config.jax_compilation_cache_dir == str(directory):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # jax decides once, at its first compile, whether it has a cache: make it look again.
-    compilation_cache.reset_cache()

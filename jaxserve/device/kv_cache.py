@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxserve.config import ModelConfig
 
@@ -43,11 +44,13 @@ def write_kv(
 ) -> KVCache:
     """Scatter a batch's keys and values of one layer to their slots (int32, block * b + offset)."""
     block_size = cache.k[layer].shape[2]
-    block, offset = slot_mapping_T // block_size, slot_mapping_T % block_size
+    block, offset = lax.div(slot_mapping_T, block_size), lax.rem(slot_mapping_T, block_size)
 
     def scatter(pool_NKbd: jax.Array, new_TKd: jax.Array) -> jax.Array:
         # Slots come from the block tables of the plan, so they are in bounds by construction.
-        return pool_NKbd.at[block, :, offset].set(new_TKd.astype(pool_NKbd.dtype), mode="promise_in_bounds")
+        return pool_NKbd.at[block, :, offset].set(
+            new_TKd.astype(pool_NKbd.dtype), mode="promise_in_bounds", wrap_negative_indices=False
+        )
 
     k, v = list(cache.k), list(cache.v)
     k[layer], v[layer] = scatter(k[layer], k_TKd), scatter(v[layer], v_TKd)

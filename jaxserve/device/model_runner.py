@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import jaxserve
+import pallas_kernels
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.builder import HostBatch, needs_state_row, prompt_positions_scored
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.executable_cache import ExecutableCache, make_manifest
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,
@@ -46,6 +50,7 @@ class ModelRunner:
     Args:
       params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
       num_blocks: usable KV blocks (the sink comes on top).
+      cache_directory: where compiled programs are kept between starts; None keeps none.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ModelRunner:
         *,
         num_blocks: int,
         buckets: ShapeBuckets,
+        cache_directory: Path | None,
     ) -> None:
         dtype = jnp.dtype(config.dtype)
         build = get_family(model.architecture).build
@@ -76,12 +82,14 @@ class ModelRunner:
             sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
         )
         self._step = partial(serve_step, graphdef, step_config)
-        self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._compile)
+        self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._load_or_compile)
         self._compile_counter = CompileCounter()
-
-    @property
-    def num_executables(self) -> int:
-        return len(self._executables)
+        self._cache = None
+        if cache_directory is not None:
+            # The pool's size is part of the arrays' shapes; limits that only steer the host are not.
+            configs = {"model": model, "step": step_config, "arrays": _abstract((self._params, self._state))}
+            self._cache = ExecutableCache(cache_directory, make_manifest(configs, _traced_sources()))
+        self.num_compiled = 0
 
     @property
     def serving_compilations(self) -> int:
@@ -92,7 +100,7 @@ class ModelRunner:
         """Compile everything that `run` may ever need."""
         keys: list[Bucket | str] = [*self._buckets.all_buckets(), _COPY_BLOCKS, _LOAD_ROW]
         self._executables.build(
-            keys, threads=min(4, os.cpu_count() or 1), progress=progress, what="Compiling shapes"
+            keys, threads=min(4, os.cpu_count() or 1), progress=progress, what="Preparing shapes"
         )
 
     def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput:
@@ -117,22 +125,32 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
 
-    def _compile(self, key: Bucket | str) -> Any:
-        """Trace, lower and compile one program for the arrays as they are (shape, dtype and sharding)."""
-        int_vector = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    def _load_or_compile(self, key: Bucket | str) -> Any:
+        """The program of a key for the arrays as they are (shape, dtype and sharding)."""
+        function, donated, arguments, out_tree = self._program(key)
+        in_tree = jax.tree.structure((arguments, {}))
+        program = self._cache.load(str(key), in_tree, out_tree) if self._cache else None
+        if program is None:
+            program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            self.num_compiled += 1
+            if self._cache:
+                self._cache.store(str(key), program)
+        return program
+
+    def _program(self, key: Bucket | str) -> tuple[Callable[..., Any], int, tuple[Any, ...], Any]:
+        """(function, donated argument, abstract arguments, structure of the result)."""
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         state = _abstract(self._state)
         if isinstance(key, Bucket):
-            step = jax.jit(partial(self._step, key), donate_argnums=1)
-            return step.lower(_abstract(self._params), state, int_vector(packed_size(key))).compile()
+            batch = (_abstract(self._params), state, ints(packed_size(key)))
+            return partial(self._step, key), 1, batch, jax.tree.structure((state, StepOutput.structure()))
         if key == _COPY_BLOCKS:
-            copy = jax.jit(kv_cache.copy_blocks, donate_argnums=0)
-            return copy.lower(state.kv_cache, int_vector(kv_cache.COPY_BATCH, 2)).compile()
+            copies = (state.kv_cache, ints(kv_cache.COPY_BATCH, 2))
+            return kv_cache.copy_blocks, 0, copies, jax.tree.structure(state.kv_cache)
         assert key == _LOAD_ROW
-        load = jax.jit(load_row, donate_argnums=0)
         values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
-        return load.lower(
-            state.sampling, int_vector(), int_vector(), int_vector(ROW_CHUNK), int_vector(ROW_CHUNK), values
-        ).compile()
+        entries = (state.sampling, ints(), ints(), ints(ROW_CHUNK), ints(ROW_CHUNK), values)
+        return load_row, 0, entries, jax.tree.structure(state.sampling)
 
     def _copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
         for group in _independent_groups(pairs, kv_cache.COPY_BATCH):
@@ -143,6 +161,7 @@ class ModelRunner:
 
     def _load_row(self, request: Request) -> None:
         """Bring a request's row of sampling state up to its history (also after a preemption)."""
+        assert request.slot is not None
         token_ids, kinds, values = _row_entries(request)
         for start in range(0, max(1, len(token_ids)), ROW_CHUNK):
             chunk = slice(start, start + ROW_CHUNK)
@@ -157,6 +176,13 @@ class ModelRunner:
                 pad(values, np.float32),
             )
             self._state = DeviceState(self._state.kv_cache, sampling)
+
+
+def _traced_sources() -> list[Path]:
+    """Folders of all code that a step traces."""
+    package = Path(jaxserve.__file__).parent
+    kernels = Path(pallas_kernels.__file__).parent
+    return [package / "batch", package / "device", package / "models", kernels]
 
 
 def _abstract(tree: Any) -> Any:

@@ -10,6 +10,7 @@ temperature, top-k, top-p (mass of what top-k kept), min-p; then one draw by the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,7 +99,12 @@ def load_row(
 
 
 def sample(
-    logits_SV: jax.Array, rows: SamplingRows, batch_flags: jax.Array, state: SamplingState, *, rows_at_once: int
+    logits_SV: jax.Array,
+    rows: SamplingRows,
+    batch_flags: jax.Array,
+    state: SamplingState,
+    *,
+    rows_at_once: int,
 ) -> tuple[jax.Array, jax.Array, SamplingState]:
     """One token a row.
 
@@ -264,7 +270,7 @@ def _ordered_key(x: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _largest_key(holds) -> jax.Array:  # type: ignore[no-untyped-def]
+def _largest_key(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The largest int32 key for which the monotone `holds(key)` is true (it is true for the smallest)."""
 
     def narrow(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,6 +53,13 @@ class StepOutput:
     logprobs: Logprobs
     prompt_logprobs: Logprobs
 
+    @classmethod
+    def structure(cls) -> StepOutput:
+        """An instance with a placeholder for each array, for its tree structure."""
+        leaf: Any = 0
+        logprobs = Logprobs(leaf, leaf, leaf, leaf)
+        return cls(leaf, leaf, logprobs, logprobs)
+
 
 @dataclass(frozen=True)
 class StepConfig:
@@ -86,11 +94,14 @@ def serve_step(
     batch = unpack_batch(packed, bucket)
     model = nnx.merge(graphdef, params)
 
+    # A jit of its own, so that it is traced once and not once a layer.
+    attention = jax.jit(partial(ragged_paged_attention, scale=config.scale, backend=config.attention_backend))
+
     def attend(
         layer: int, q_THd: jax.Array, k_TKd: jax.Array, v_TKd: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
         cache = write_kv(cache, layer, k_TKd, v_TKd, batch.slot_mapping_T)
-        out_THd = ragged_paged_attention(
+        out_THd = attention(
             q_THd,
             cache.k[layer],
             cache.v[layer],
@@ -99,8 +110,6 @@ def serve_step(
             cu_q_lens=batch.cu_q_lens,
             num_decodes=batch.num_decodes,
             num_seqs=batch.num_seqs,
-            scale=config.scale,
-            backend=config.attention_backend,
         )
         return out_THd, cache
 
@@ -124,7 +133,10 @@ def serve_step(
 
 
 def _score_prompt(
-    compute_logits: Callable[[jax.Array], jax.Array], hidden_TD: jax.Array, batch: ForwardBatch, vocab_size: int
+    compute_logits: Callable[[jax.Array], jax.Array],
+    hidden_TD: jax.Array,
+    batch: ForwardBatch,
+    vocab_size: int,
 ) -> Logprobs:
     """Logprobs of `target_ids_T`, a few rows at a time; no work at all unless somebody asked."""
     num_tokens = hidden_TD.shape[0]
@@ -141,7 +153,9 @@ def _score_prompt(
             compute_logits(lax.dynamic_slice_in_dim(hidden, start, rows)),
             lax.dynamic_slice_in_dim(targets, start, rows),
         )
-        return jax.tree.map(lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new)
+        return jax.tree.map(
+            lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new
+        )
 
     chunks = jnp.where(wanted, (num_tokens + extra) // rows, 0)
     scored = lax.fori_loop(0, chunks, chunk, no_logprobs(num_tokens + extra, vocab_size))

@@ -11,6 +11,7 @@ length multiplies by one and adds zero, exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -49,7 +50,7 @@ def ragged_paged_attention(
         num_seqs=num_decodes,
         scale=scale,
     )
-    out_THd = jnp.zeros_like(q_THd).at[:num_rows].set(decoded)
+    out_THd = jnp.pad(decoded, ((0, q_THd.shape[0] - num_rows), (0, 0), (0, 0)))
     return _prefill_tiles(
         out_THd,
         q_THd,
@@ -75,49 +76,68 @@ def paged_decode(
     """See `api.paged_decode`."""
     num_rows = q_SHd.shape[0]
     rows = _DECODE_ROWS if num_rows > _FEW_DECODE_ROWS else _FEW_DECODE_ROWS
-    padded = -(-num_rows // rows) * rows  # a slice past the end would be clamped onto other rows
-    pad = lambda x: jnp.pad(x, [(0, padded - num_rows)] + [(0, 0)] * (x.ndim - 1))  # noqa: E731
-    q, tables, lens = pad(q_SHd), pad(block_tables_SB), pad(seq_lens_S)
+    extra = -num_rows % rows  # a slice past the end would be clamped onto other rows
+    q = jnp.pad(q_SHd, ((0, extra), (0, 0), (0, 0)))
+    tables = jnp.pad(block_tables_SB, ((0, extra), (0, 0)))
+    last = jnp.pad(seq_lens_S, (0, extra)) - 1
 
     def tile(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * rows
-        q_RHd = lax.dynamic_slice_in_dim(q, start, rows)
-        table_RB = lax.dynamic_slice_in_dim(tables, start, rows)
-        len_R = lax.dynamic_slice_in_dim(lens, start, rows)
         attended = _attend_tile(
-            k_cache_NKbd, v_cache_NKbd, scale, q_RHd[:, None], table_RB, (len_R - 1)[:, None]
+            k_cache_NKbd,
+            v_cache_NKbd,
+            scale,
+            _rows_from(q, start, rows)[:, None],
+            _rows_from(tables, start, rows),
+            _rows_from(last, start, rows)[:, None],
         )
-        return lax.dynamic_update_slice_in_dim(out, attended[:, 0].astype(out.dtype), start, 0)
+        return _set_rows_from(out, attended[:, 0].astype(out.dtype), start)
 
-    tiles = (num_seqs + rows - 1) // rows
+    tiles = lax.div(num_seqs + (rows - 1), rows)
     return lax.fori_loop(0, tiles, tile, jnp.zeros_like(q))[:num_rows]
 
 
-def _prefill_tiles(out_THd, q_THd, attend, tables_SB, seq_lens_S, cu_q_lens, num_decodes, num_seqs):  # type: ignore[no-untyped-def]
-    """Fill in the rows of every sequence from `num_decodes` on."""
-    num_tokens = q_THd.shape[0]
+def _prefill_tiles(
+    out_THd: jax.Array,
+    q_THd: jax.Array,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    tables_SB: jax.Array,
+    seq_lens_S: jax.Array,
+    cu_q_lens: jax.Array,
+    num_decodes: jax.Array,
+    num_seqs: jax.Array,
+) -> jax.Array:
+    """`out_THd` with the rows of every sequence from `num_decodes` on filled in."""
+    num_tokens, num_sequences = q_THd.shape[0], tables_SB.shape[0]
     rows = min(_PREFILL_ROWS, num_tokens)
     # Room for a tile that starts at the last token: slices must never be clamped.
     q = jnp.pad(q_THd, ((0, rows), (0, 0), (0, 0)))
     out = jnp.pad(out_THd, ((0, rows), (0, 0), (0, 0)))
-    num_sequences = tables_SB.shape[0]
-    sequence = jnp.arange(num_sequences)
-    q_lens = jnp.where((sequence >= num_decodes) & (sequence < num_seqs), cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    tiles_S = (q_lens + rows - 1) // rows
+    sequence = lax.iota(jnp.int32, num_sequences)
+    q_len_S = jnp.where((sequence >= num_decodes) & (sequence < num_seqs), cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    tiles_S = lax.div(q_len_S + (rows - 1), rows)
     tiles_end_S = jnp.cumsum(tiles_S)
+    # What each tile works on, for as many tiles as this shape can have. The same in every layer of a model.
+    most_tiles = min(num_tokens, num_sequences + num_tokens // rows)
+    tile_M = lax.iota(jnp.int32, most_tiles)
+    owner_M = jnp.minimum((tile_M[:, None] >= tiles_end_S).sum(-1, dtype=jnp.int32), num_sequences - 1)
+    offset_M = (tile_M - (tiles_end_S - tiles_S)[owner_M]) * rows
+    start_M = cu_q_lens[owner_M] + offset_M
+    position_M = (seq_lens_S - q_len_S)[owner_M] + offset_M  # of the tile's first row
+    real_M = jnp.minimum(q_len_S[owner_M] - offset_M, rows)
+    tile_facts_M4 = jnp.stack([owner_M, start_M, position_M, real_M], axis=1)
+    row = lax.iota(jnp.int32, rows)
 
     def tile(index: jax.Array, out: jax.Array) -> jax.Array:
-        s = jnp.searchsorted(tiles_end_S, index, side="right")
-        offset = (index - (tiles_end_S[s] - tiles_S[s])) * rows
-        start = cu_q_lens[s] + offset
-        row = jnp.arange(rows)
-        position = seq_lens_S[s] - q_lens[s] + offset + row
-        real = offset + row < q_lens[s]
-        q_QHd = lax.dynamic_slice_in_dim(q, start, rows)
-        attended = attend(q_QHd[None], tables_SB[s][None], jnp.where(real, position, -1)[None])[0]
-        before = lax.dynamic_slice_in_dim(out, start, rows)
-        merged = jnp.where(real[:, None, None], attended.astype(out.dtype), before)
-        return lax.dynamic_update_slice_in_dim(out, merged, start, 0)
+        owner, start, position, num_real = _row(tile_facts_M4, index)
+        real = row < num_real
+        attended = attend(
+            _rows_from(q, start, rows)[None],
+            _rows_from(tables_SB, owner, 1),
+            jnp.where(real, position + row, -1)[None],
+        )[0]
+        merged = jnp.where(real[:, None, None], attended.astype(out.dtype), _rows_from(out, start, rows))
+        return _set_rows_from(out, merged, start)
 
     return lax.fori_loop(0, tiles_end_S[-1], tile, out)[:num_tokens]
 
@@ -139,55 +159,63 @@ def _attend_tile(
     group = num_heads // num_kv_heads
     blocks = max(1, min(_WINDOW_TOKENS // block_size, table_RB.shape[1]))
     window = blocks * block_size
-    # [R, K, Q * G, d]: the query rows that share a KV head form one matrix.
+    # [R, K, M, d] with M = Q * G: the query rows that share a KV head form one matrix.
     q = q_RQHd.reshape(num_rows, num_queries, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(num_rows, num_kv_heads, num_queries * group, head_dim)
-    last_position_RM = jnp.repeat(q_position_RQ, group, axis=1)  # of each matrix row
+    last_visible_RM = jnp.repeat(q_position_RQ, group, axis=1)  # by matrix row
+    last_filled_R1 = q_position_RQ.max(axis=1, keepdims=True)
     table = jnp.pad(table_RB, ((0, 0), (0, -table_RB.shape[1] % blocks)))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    in_window = lax.iota(jnp.int32, window)
+
+    def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
     def step(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         acc, peak, total = carry
-        block_ids = lax.dynamic_slice_in_dim(table, index * blocks, blocks, axis=1)
+        block_ids = lax.dynamic_slice(
+            table, (0, index * blocks), (num_rows, blocks), allow_negative_indices=False
+        )
 
         def gather(cache: jax.Array) -> jax.Array:
-            blocks_RBKbd = cache[block_ids]
-            return blocks_RBKbd.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, window, head_dim)
+            found = cache.at[block_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+            return found.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, window, head_dim)
 
-        key_position = index * window + jnp.arange(window)
-        visible_RMw = key_position <= last_position_RM[:, :, None]
-        scores = jnp.einsum(
-            "rkmd,rkwd->rkmw",
-            q,
-            gather(k_cache_NKbd),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-        scores = jnp.where(visible_RMw[:, None], scores * scale, _MASKED)
+        key_position = index * window + in_window
+        visible = (key_position <= last_visible_RM[:, :, None])[:, None]
+        # Slots past the last token may hold NaN, and 0 * NaN is NaN: their values are cleared.
+        filled = (key_position <= last_filled_R1)[:, None, :, None]
+        scores = product("rkmd,rkwd->rkmw", q, gather(k_cache_NKbd)) * scale
+        scores = jnp.where(visible, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         # A window without a visible key must add nothing, also while the peak still is _MASKED.
-        weights = jnp.where(visible_RMw[:, None], jnp.exp(scores - new_peak[..., None]), 0.0)
-        # Slots past the last token may hold NaN, and 0 * NaN is NaN: clear them.
-        filled_Rw = key_position <= q_position_RQ.max(axis=1, keepdims=True)
-        values = jnp.where(filled_Rw[:, None, :, None], gather(v_cache_NKbd), 0)
-        added = jnp.einsum(
-            "rkmw,rkwd->rkmd",
-            weights.astype(q.dtype),
-            values,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+        values = jnp.where(filled, gather(v_cache_NKbd), 0)
+        added = product("rkmw,rkwd->rkmd", weights.astype(q.dtype), values)
         return acc * decay[..., None] + added, new_peak, total * decay + weights.sum(-1)
 
-    shape = q.shape[:3]
-    init = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full(shape, _MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-    )
-    steps = (q_position_RQ.max() + window) // window
+    per_row = q.shape[:3]
+    init = (jnp.zeros(q.shape, jnp.float32), jnp.full(per_row, _MASKED), jnp.zeros(per_row))
+    steps = lax.div(last_filled_R1.max() + window, window)
     acc, _, total = lax.fori_loop(0, steps, step, init)
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(num_rows, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_rows, num_queries, num_heads, head_dim)
+
+
+# Slices whose starts are known to be in bounds and not negative: the checks that jax adds otherwise would be
+# repeated in every layer of a model, and compiled each time.
+
+
+def _rows_from(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
+    begin: tuple[jax.Array | int, ...] = (start, *(0,) * (x.ndim - 1))
+    return lax.dynamic_slice(x, begin, (rows, *x.shape[1:]), allow_negative_indices=False)
+
+
+def _row(x: jax.Array, index: jax.Array) -> jax.Array:
+    return _rows_from(x, index, 1)[0]
+
+
+def _set_rows_from(x: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(x, rows, (start, *(0,) * (x.ndim - 1)), allow_negative_indices=False)
