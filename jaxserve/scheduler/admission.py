@@ -20,15 +20,6 @@ def tokens_to_start(request: Request) -> int:
     return min(request.num_tokens + 1, final_num_computed_tokens(request))
 
 
-def blocks_kept_free(request: Request, num_running: int) -> int:
-    """Blocks to leave free besides.
-
-    A request that was preempted comes back only when every running one can grow by a block as well; otherwise the
-    next block that somebody needs would throw it out again.
-    """
-    return num_running if request.num_preemptions else 0
-
-
 def check_queue(num_waiting: int, max_waiting: int) -> None:
     """
     Raises:

@@ -153,7 +153,6 @@ class Scheduler(BaseScheduler):
         request = entry.request
         num_tokens = admission.tokens_to_start(request)
         missing = self._kv.num_missing(reuse, num_tokens)
-        missing += admission.blocks_kept_free(request, len(self._running))
         if missing > 0 or not self._free_slots:
             lower = (e.request for e in reversed(self._running) if e.request.priority > request.priority)
             victims = self._kv.victims_for(lower, missing, keep=frozenset(reuse.block_ids))
