@@ -66,6 +66,16 @@ def test_a_prompt_text_with_special_tokens_in_it(tokenizer: Tokenizer) -> None:
     assert added["text_offset"] == [0, 0]
 
 
+def test_a_prompt_that_ends_inside_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🫠")[:-1]
+    text = tokenizer.decode(ids)
+    assert text == "a\ufffd"
+    builder = CompletionLogprobs(tokenizer, 0, skip_special_tokens=True)
+    builder.add_prompt(text, ids, [None, *entries(ids[1:])])
+    following = tokenizer.encode("b")
+    assert builder.add(following, entries(following))["text_offset"] == [len(text)]
+
+
 def test_the_end_of_the_text_limits_offsets(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one two three")
     lists = CompletionLogprobs(tokenizer, 0, skip_special_tokens=True).add(ids, entries(ids), limit=4)
