@@ -115,7 +115,11 @@ def serve(
             engine,
             sock,
             RunOptions(
-                server=ServerOptions(api_key=api_key, allowed_origins=tuple(allowed_origins or ("*",))),
+                server=ServerOptions(
+                    api_key=api_key,
+                    allowed_origins=tuple(allowed_origins or ("*",)),
+                    max_open_requests=max_waiting + engine.config.max_num_seqs,
+                ),
                 model_names=names,
                 shutdown_grace=shutdown_grace,
             ),

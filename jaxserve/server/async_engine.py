@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Outputs joined into one delta at most: what a handler writes at once stays small even for a client that was away.
 MAX_JOINED_OUTPUTS = 64
+# A step that takes longer than this while the process wants to end is taken for one that hangs.
+STOP_SECONDS = 30.0
 
 
 class Engine(Protocol):
@@ -274,7 +276,9 @@ class AsyncEngine:
         self.fail_all(EngineDeadError("the server is shutting down"))
         if self._thread.is_alive():
             self._inbox.put(_Stop())
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, STOP_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the engine's step did not end within %g s; leaving it behind", STOP_SECONDS)
 
     def _release(self, stream: OutputStream) -> None:
         unfinished = stream._unfinished()
