@@ -24,6 +24,8 @@ DONE = b"data: [DONE]\n\n"
 # Bytes that may wait in this process for one client's socket before its handler pauses. What the handler has not
 # taken yet stays in its mailbox as deltas.
 WRITE_BUFFER_BYTES = 32 * 1024
+# The same for the kernel's side of the socket, which would otherwise grow to megabytes a client.
+SEND_BUFFER_BYTES = 128 * 1024
 # A peer that acknowledges nothing for so long (its machine is gone, or it has stopped reading) is cut off.
 DEAD_PEER_SECONDS = 120
 
@@ -78,6 +80,7 @@ def _bound_buffers(request: web.Request) -> None:
     transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         option = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, DEAD_PEER_SECONDS * 1000)

@@ -364,9 +364,9 @@ def test_bad_requests_hurt_no_running_stream(api_url: str) -> None:
 
 def test_prompt_logprobs_of_whole_contexts_at_once(api_url: str) -> None:
     prompt = list(range(300, 1300))
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(3) as pool:
         body = completion(prompt, echo=True, logprobs=20, max_tokens=2)
-        replies = list(pool.map(lambda _: http.post(api_url, COMPLETIONS, body), range(8)))
+        replies = list(pool.map(lambda _: http.post(api_url, COMPLETIONS, body, timeout=300), range(3)))
     for reply in replies:
         assert reply.status == 200
         assert len(reply.json["choices"][0]["logprobs"]["token_logprobs"]) == 1002
