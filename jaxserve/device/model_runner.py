@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import jaxserve
 import pallas_kernels
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.builder import HostBatch, needs_state_row, prompt_positions_scored
@@ -32,13 +31,13 @@ from jaxserve.device.sampling import (
     init_state,
     load_row,
 )
-from jaxserve.device.step import DeviceState, StepConfig, StepOutput, serve_step
+from jaxserve.device.step import DeviceState, StepOutput, serve_step
 from jaxserve.models.registry import get_family
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
-from pallas_kernels.paged_attention import resolve_backend
+from pallas_kernels.paged_attention import ragged_paged_attention, resolve_backend
 
 _COPY_BLOCKS = "copy_blocks"
 _LOAD_ROW = "load_row"
@@ -69,11 +68,11 @@ class ModelRunner:
         graphdef, state = nnx.split(abstract)
         nnx.replace_by_pure_dict(state, params)
         platform = jax.default_backend()
-        step_config = StepConfig(
-            scale=model.head_dim**-0.5,
-            attention_backend=resolve_backend(config.attention_backend, platform=platform),
-            rows_at_once=1 if platform == "cpu" else config.max_num_seqs,
-        )
+        attention_options = {
+            "scale": model.head_dim**-0.5,
+            "backend": resolve_backend(config.attention_backend, platform=platform),
+        }
+        rows_at_once = 1 if platform == "cpu" else config.max_num_seqs
         self.padding_row = config.max_num_seqs
         self._buckets = buckets
         self._params = state
@@ -81,13 +80,20 @@ class ModelRunner:
             kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, dtype),
             sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
         )
-        self._step = partial(serve_step, graphdef, step_config)
+        # A jit of its own, so that a step traces attention once and not once a layer.
+        attention = jax.jit(partial(ragged_paged_attention, **attention_options))
+        self._step = partial(serve_step, graphdef, attention, rows_at_once)
         self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._load_or_compile)
         self._compile_counter = CompileCounter()
         self._cache = None
         if cache_directory is not None:
             # The pool's size is part of the arrays' shapes; limits that only steer the host are not.
-            configs = {"model": model, "step": step_config, "arrays": _abstract((self._params, self._state))}
+            configs = {
+                "model": model,
+                "attention": attention_options,
+                "rows_at_once": rows_at_once,
+                "arrays": _abstract((self._params, self._state)),
+            }
             self._cache = ExecutableCache(cache_directory, make_manifest(configs, _traced_sources()))
         self.num_compiled = 0
 
@@ -180,7 +186,7 @@ class ModelRunner:
 
 def _traced_sources() -> list[Path]:
     """Folders of all code that a step traces."""
-    package = Path(jaxserve.__file__).parent
+    package = Path(__file__).parents[1]
     kernels = Path(pallas_kernels.__file__).parent
     return [package / "batch", package / "device", package / "models", kernels]
 

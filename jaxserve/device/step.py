@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jaxserve.batch.flags import BatchFlag
 from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
 from jaxserve.device.kv_cache import KVCache, write_kv
 from jaxserve.device.sampling import Logprobs, SamplingState, logprobs_of, no_logprobs, sample
-from pallas_kernels.paged_attention import ragged_paged_attention
 
 _SCORED_ROWS = 32  # prompt positions scored at a time, so that T x V logits never exist at once
 
@@ -61,24 +59,10 @@ class StepOutput:
         return cls(leaf, leaf, logprobs, logprobs)
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """Static choices of a step. Hashable.
-
-    Attributes:
-      scale: attention scale.
-      attention_backend: a name of `pallas_kernels.paged_attention`.
-      rows_at_once: see `sampling.sample`.
-    """
-
-    scale: float
-    attention_backend: str
-    rows_at_once: int
-
-
 def serve_step(
     graphdef: nnx.GraphDef,
-    config: StepConfig,
+    attention: Callable[..., jax.Array],
+    rows_at_once: int,
     bucket: Bucket,
     params: Any,
     state: DeviceState,
@@ -87,15 +71,14 @@ def serve_step(
     """One forward pass over a packed batch, and one sampled token for each row.
 
     Args:
-      graphdef, config, bucket: static.
+      graphdef, bucket: static.
+      attention: `ragged_paged_attention` with its scale and backend chosen.
+      rows_at_once: see `sampling.sample`.
       params: the model's NNX state.
       packed: int32 vector, see `batch.layout`.
     """
     batch = unpack_batch(packed, bucket)
     model = nnx.merge(graphdef, params)
-
-    # A jit of its own, so that it is traced once and not once a layer.
-    attention = jax.jit(partial(ragged_paged_attention, scale=config.scale, backend=config.attention_backend))
 
     def attend(
         layer: int, q_THd: jax.Array, k_TKd: jax.Array, v_TKd: jax.Array, cache: KVCache
@@ -118,7 +101,7 @@ def serve_step(
         logits_SV = model.compute_logits(hidden_TD[batch.logits_indices_S])
     with jax.named_scope("sample"):
         token_S, finite_S, sampling = sample(
-            logits_SV, batch.sampling, batch.flags, state.sampling, rows_at_once=config.rows_at_once
+            logits_SV, batch.sampling, batch.flags, state.sampling, rows_at_once=rows_at_once
         )
     with jax.named_scope("logprobs"):
         num_rows, vocab_size = logits_SV.shape
