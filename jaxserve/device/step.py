@@ -128,7 +128,6 @@ def _score_prompt(
     extra = -num_tokens % rows
     hidden = jnp.pad(hidden_TD, ((0, extra), (0, 0)))
     targets = jnp.pad(batch.target_ids_T, (0, extra))
-    wanted = (batch.flags & BatchFlag.PROMPT_LOGPROBS) != 0
 
     def chunk(index: jax.Array, scored: Logprobs) -> Logprobs:
         start = index * rows
@@ -140,6 +139,11 @@ def _score_prompt(
             lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new
         )
 
-    chunks = jnp.where(wanted, (num_tokens + extra) // rows, 0)
-    scored = lax.fori_loop(0, chunks, chunk, no_logprobs(num_tokens + extra, vocab_size))
+    # A branch, not a loop of no rounds: XLA hoists the body out of a loop that has at most one round.
+    none = no_logprobs(num_tokens + extra, vocab_size)
+    scored = lax.cond(
+        (batch.flags & BatchFlag.PROMPT_LOGPROBS) != 0,
+        lambda: lax.fori_loop(0, (num_tokens + extra) // rows, chunk, none),
+        lambda: none,
+    )
     return jax.tree.map(lambda x: x[:num_tokens], scored)
