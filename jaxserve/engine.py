@@ -117,10 +117,10 @@ class EngineCore:
                 f"{self._scheduler.num_waiting} sequences are waiting already; try again later"
             )
         sequences = self._fan_out(request)
-        self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
         for sequence in sequences:
             self._scheduler.add(sequence)
             self._output_processor.add(sequence, stream=request.stream)
+        self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; its outputs come with the next step. Unknown ids are ignored."""

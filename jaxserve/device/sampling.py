@@ -202,7 +202,8 @@ def _draw_rows(logits_SV: jax.Array, greedy_S: jax.Array, rows: SamplingRows, ro
         rows.top_p_S,
         rows.min_p_S,
     )
-    return lax.map(one, arguments, batch_size=rows_at_once if rows_at_once > 1 else None)
+    together = min(rows_at_once, logits_SV.shape[0])
+    return lax.map(one, arguments, batch_size=together if together > 1 else None)
 
 
 def _draw(
