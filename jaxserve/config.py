@@ -98,7 +98,8 @@ class EngineConfig:
       max_prefill_chunk: most prompt tokens of one request in one step while others want to prefill as well.
       block_size: tokens a KV block holds.
       num_blocks: KV blocks usable by requests; None sizes the pool from free memory.
-      kv_cache_memory_fraction: share of the device's free memory that the pool may take when it is sized.
+      kv_cache_memory_fraction: share of the device's memory that the pool (on an accelerator: weights and pool) may
+        take when it is sized.
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
       scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
       max_waiting: most requests in the waiting queue; a further one is refused (QueueFullError).

@@ -34,7 +34,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def compile_cache_dir() -> Path:
     """Where engines of this session, and of the processes it starts, keep compiled programs by default."""
-    return Path(_SESSION_CACHE) / "jaxserve" / "xla"
+    return Path(_SESSION_CACHE) / "jaxserve" / "executables"
 
 
 @pytest.fixture(scope="session")

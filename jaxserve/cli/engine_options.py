@@ -65,14 +65,17 @@ NumGpuBlocksOverride = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Blocks of the KV cache, on any device [default: from free memory].",
+        help="Blocks of the KV cache, on any device [default: from the memory there is].",
         rich_help_panel=PANEL,
     ),
 ]
 KvCacheMemoryFraction = Annotated[
     float | None,
     typer.Option(
-        min=0.01, max=1.0, help="Share of the device's free memory for the KV cache.", rich_help_panel=PANEL
+        min=0.01,
+        max=1.0,
+        help="Share of the device's memory for the KV cache (GPU: and the weights).",
+        rich_help_panel=PANEL,
     ),
 ]
 EnablePrefixCaching = Annotated[
