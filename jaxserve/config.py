@@ -97,7 +97,7 @@ class EngineConfig:
       max_num_batched_tokens: most tokens computed in one step (decode tokens and prefill chunks together).
       max_prefill_chunk: most prompt tokens of one request in one step while others want to prefill as well.
       block_size: tokens a KV block holds.
-      num_blocks: KV blocks usable by requests; None sizes the pool from free memory.
+      num_blocks: KV blocks usable by requests; None sizes the pool from the memory there is.
       kv_cache_memory_fraction: share of the device's memory that the pool (on an accelerator: weights and pool) may
         take when it is sized.
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.

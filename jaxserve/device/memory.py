@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -58,5 +59,14 @@ def _memory() -> tuple[int, int, int]:
     if stats and "bytes_limit" in stats:
         total, in_use = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
         return total, in_use, total - in_use
-    page = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_PHYS_PAGES") * page, 0, os.sysconf("SC_AVPHYS_PAGES") * page
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total, 0, _available_host_bytes(total)
+
+
+def _available_host_bytes(total: int) -> int:
+    """What Linux says can be had without swapping; `total` where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return total
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
