@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": ENGINE,
     "engine_factory": ENGINE | {"engine"},
     "llm": ENGINE | {"engine", "engine_factory"},
+    "bench": ENGINE | {"engine", "engine_factory"},
     "server": ENGINE | {"engine", "engine_factory"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
     "cli": ENGINE | {"engine", "engine_factory", "llm", "server", "batch_runner", "__init__"},

@@ -1,0 +1,101 @@
+"""`python -m jaxserve.bench`, which `scripts/bench` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.bench.workload import read_workload
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.progress import BarProgress
+
+EXIT_DISAGREE = 1
+EXIT_BAD_INPUT = 2
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; exits with code 2 and a line on stderr if it makes no sense."""
+    parser = argparse.ArgumentParser(prog="scripts/bench", description="Measure jaxserve.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    static = commands.add_parser(
+        "static",
+        help="continuous against static batching",
+        description="Run one workload with continuous and with static batching, in turn and in one process, and "
+        "print what each took. The last line is ratio=X.XX, continuous over static output tokens a second. "
+        "Exit codes: 0; 1 if the two gave different tokens (near-ties aside); 2 for bad input.",
+    )
+    static.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
+    static.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    static.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
+    static.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    static.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of both engines")
+    static.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of both engines")
+    static.add_argument("--max-model-len", type=_positive, metavar="N", help="of both engines")
+    static.add_argument(
+        "--static-batch",
+        type=_positive,
+        metavar="N",
+        help="batch size of static alone [default: max-num-seqs]",
+    )
+    static.add_argument(
+        "--repeats", type=_positive, default=1, metavar="K", help="passes of each [default: 1]"
+    )
+    static.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out a command line; returns the exit code."""
+    workload = read_workload(arguments.workload, limit=arguments.limit)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ConfigError(f"{arguments.json}: there is no such folder")
+    from jaxserve.bench.static import compare, report, to_json
+
+    options = EngineConfig(
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+    )
+    with BarProgress() as progress:
+        result = compare(
+            arguments.model,
+            workload,
+            options,
+            static_batch=arguments.static_batch,
+            repeats=arguments.repeats,
+            progress=progress,
+            announce=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(to_json(result), indent=2) + "\n")
+    print(report(result))
+    return EXIT_DISAGREE if result.real_differences else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Errors that a person can mend are one line on stderr and code 2."""
+    try:
+        return run(parse_arguments(arguments))
+    except JaxserveError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
