@@ -47,9 +47,9 @@ class ExecutableCache:
         Args:
           in_tree: structure of ``((*args), {})``; out_tree: of the result.
         """
-        file = self._directory / f"{name}.bin"
-        if not self._usable or not file.exists():
+        if not self._usable:
             return None
+        file = self._directory / f"{name}.bin"
         try:
             blob = file.read_bytes()
             checksum, payload = blob[:_CHECKSUM_BYTES], blob[_CHECKSUM_BYTES:]
@@ -58,6 +58,8 @@ class ExecutableCache:
             return serialize_executable.deserialize_and_load(
                 payload, in_tree, out_tree, execution_devices=jax.local_devices()[:1]
             )
+        except FileNotFoundError:
+            return None
         except Exception as error:  # whatever is wrong with a cache file, compiling again is the cure
             logger.warning("compiling %s again: %s can't be used (%s)", name, file, error)
             return None
@@ -68,16 +70,27 @@ class ExecutableCache:
             return
         try:
             payload = serialize_executable.serialize(compiled)[0]
-            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as partial:
-                partial.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(partial.name, self._directory / f"{name}.bin")
-        except OSError as error:
+            self._write(f"{name}.bin", hashlib.sha256(payload).digest() + payload)
+        except Exception as error:  # a platform whose programs can't be stored serves all the same
             logger.warning("compiled programs are not kept: %s", error)
             self._usable = False
 
+    def _write(self, name: str, blob: bytes) -> None:
+        """All of a file or nothing of it: readers never meet a part."""
+        descriptor, partial = tempfile.mkstemp(dir=self._directory)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(blob)
+            os.replace(partial, self._directory / name)
+        except BaseException:
+            os.unlink(partial)
+            raise
+
     def _prepare(self, root: Path, manifest: str) -> bool:
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # `parents=True` alone would make the root as the umask says, which may let a group write.
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._directory.mkdir(mode=0o700, exist_ok=True)
             for folder in (root, self._directory):
                 status = folder.stat()
                 if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -96,7 +109,7 @@ def make_manifest(configs: Mapping[str, Any], sources: Iterable[Path]) -> dict[s
 
     Args:
       configs: by name, whatever shapes the programs (model, engine, buckets, pool); compared by their text.
-      sources: folders of the code that is traced.
+      sources: folders and files of the code that is traced.
     """
     device = jax.local_devices()[0]
     return {
@@ -109,7 +122,7 @@ def make_manifest(configs: Mapping[str, Any], sources: Iterable[Path]) -> dict[s
         "machine": platform.machine(),
         "cpu_features": _cpu_features(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "jax_config": {name: value for name, value in jax.config.values.items() if "dir" not in name},
+        "jax_config": {name: value for name, value in jax.config.values.items() if not name.endswith("_dir")},
         "sources": _hash_sources(sources),
         **{name: repr(config) for name, config in configs.items()},
     }
@@ -125,9 +138,10 @@ def _cpu_features() -> str:
     )
 
 
-def _hash_sources(folders: Iterable[Path]) -> str:
+def _hash_sources(sources: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{folder.name}/{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    for source in sources:
+        for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+            content = hashlib.sha256(file.read_bytes()).hexdigest()
+            digest.update(f"{file.relative_to(source.parent)} {content}\n".encode())
     return digest.hexdigest()

@@ -185,10 +185,11 @@ class ModelRunner:
 
 
 def _traced_sources() -> list[Path]:
-    """Folders of all code that a step traces."""
+    """Folders and files of all code that a step traces, constants included."""
     package = Path(__file__).parents[1]
     kernels = Path(pallas_kernels.__file__).parent
-    return [package / "batch", package / "device", package / "models", kernels]
+    parts = ("batch", "device", "models", "config.py", "request.py")
+    return [*(package / part for part in parts), kernels]
 
 
 def _abstract(tree: Any) -> Any:
@@ -196,11 +197,12 @@ def _abstract(tree: Any) -> Any:
 
 
 def _independent_groups(pairs: tuple[tuple[int, int], ...], size: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut the copies into groups in which no destination is also a source, in order."""
+    """Cut the copies into groups, in order, in which no destination is also a source or is written twice."""
     group: list[tuple[int, int]] = []
     written: set[int] = set()
     for source, destination in pairs:
-        if group and (len(group) == size or source in written or destination in {s for s, _ in group}):
+        touched = written | {s for s, _ in group}
+        if len(group) == size or source in written or destination in touched:
             yield group
             group, written = [], set()
         group.append((source, destination))

@@ -259,7 +259,11 @@ def gumbel_noise(seed_2: jax.Array, position: jax.Array, vocab_size: int) -> jax
       seed_2: uint32 (high, low) words of the request's seed.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
-    bits_V = jax.random.bits(key, (vocab_size,), jnp.uint32)
+    return gumbel_from_bits(jax.random.bits(key, (vocab_size,), jnp.uint32))
+
+
+def gumbel_from_bits(bits_V: jax.Array) -> jax.Array:
+    """Standard Gumbel noise from uniformly random uint32."""
     # 23 bits, centred between the steps: the uniform is never 0 or 1, so both logarithms are finite.
     uniform_V = ((bits_V >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
     return -jnp.log(-jnp.log(uniform_V))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -101,12 +102,12 @@ def test_edges_round_up_and_only_past_the_edge() -> None:
     buckets = buckets_for(64, 300)
     sizes = [t for t, _ in buckets.seqs_by_tokens]
     assert sizes[-1] == 300
-    for smaller, larger in zip(sizes, sizes[1:], strict=False):
+    for smaller, larger in pairwise(sizes):
         assert buckets.smallest_for(smaller - 1, 1).tokens == smaller or smaller - 1 in sizes
         assert buckets.smallest_for(smaller, 1).tokens == smaller
         assert buckets.smallest_for(smaller + 1, 1).tokens == larger
     for tokens, rows in buckets.seqs_by_tokens:
-        for smaller, larger in zip(rows, rows[1:], strict=False):
+        for smaller, larger in pairwise(rows):
             assert buckets.smallest_for(tokens, smaller).seqs == smaller
             assert buckets.smallest_for(tokens, smaller + 1).seqs == larger
 

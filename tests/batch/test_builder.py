@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,7 @@ def test_positions_scored_at_the_edges_of_chunks(computed: int, scheduled: int, 
 def test_chunks_score_every_prompt_position_once(cuts: list[int], prompt: int) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < prompt), prompt]
     scored: list[int] = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         row = make_row(0, prompt=prompt, computed=start, scheduled=end - start, prompt_logprobs=2)
         scored += range(start + 1, start + 1 + prompt_positions_scored(row))
     assert scored == list(range(1, prompt))
