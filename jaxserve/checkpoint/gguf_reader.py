@@ -209,6 +209,7 @@ def gguf_to_hf_config(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": value("context_length", required=True),
         "rms_norm_eps": value("attention.layer_norm_rms_epsilon", required=True),
         "hidden_act": "silu",
+        "sliding_window": value("attention.sliding_window"),
         "rope_theta": value("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(file, value, head_dim),
         "tie_word_embeddings": "output.weight" not in infos,

@@ -91,7 +91,8 @@ def parse_model_config(config: Mapping[str, Any], *, where: str) -> ModelConfig:
 
     Raises:
       CheckpointError: unknown architecture, rope type or activation; a missing, ill-typed or contradictory value;
-        a feature that would change the output and that we don't have (quantised weights, partial rotary).
+        a feature that would change the output and that we don't have (quantised weights, partial rotary, a sliding
+        window).
     """
     read = _Reader(config, where)
     architecture = _architecture(read)
@@ -112,6 +113,7 @@ def parse_model_config(config: Mapping[str, Any], *, where: str) -> ModelConfig:
     if head_dim % 2:
         raise read.fail(f"head_dim must be even for rotary embeddings, got {head_dim}")
     rope, max_positions = _rope(read, read.integer("max_position_embeddings", 2048))
+    _refuse_sliding_window(read, max_positions)
     try:
         return ModelConfig(
             architecture=architecture,
@@ -147,6 +149,16 @@ def _architecture(read: _Reader) -> str:
     if names[0] not in known:
         raise read.fail(f"unknown architecture {names[0]!r}; supported: {', '.join(known)}")
     return names[0]
+
+
+def _refuse_sliding_window(read: _Reader, max_positions: int) -> None:
+    """A window that covers the whole context, or that the config itself switches off, changes nothing."""
+    window = read.optional_integer("sliding_window", minimum=0)
+    layer_types = read.values.get("layer_types") or []
+    by_layer = isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types)
+    if by_layer or (window and window < max_positions and read.flag("use_sliding_window", True)):
+        what = "layer_types other than full_attention are" if by_layer else f"sliding_window {window} is"
+        raise read.fail(f"{what} not supported: every layer attends to the whole context")
 
 
 def _activation(read: _Reader) -> str:
