@@ -1,0 +1,79 @@
+"""A tiny model behind the real runner, and plans made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.batch.builder import build_batch
+from jaxserve.config import ModelConfig
+from jaxserve.device.model_runner import ModelRunner
+from jaxserve.models.random_weights import init_random
+from jaxserve.outputs import ModelRunnerOutput
+from jaxserve.request import Request
+from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from tests.fakes import make_config
+
+MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 2, 4, 2, 8, 128, tie_word_embeddings=True)
+CONFIG = make_config(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128)
+# Rows differ from the chunk in which prompts are scored (2, 32, 32), so that shapes tell them apart.
+BUCKETS = ShapeBuckets(((2, (1,)), (32, (8,)), (64, (16,))), CONFIG.max_blocks_per_seq)
+NUM_BLOCKS = 4000  # a layer's keys weigh more than all of a step's temporaries
+
+
+def make_runner(**changes: Any) -> ModelRunner:
+    arguments = {"num_blocks": NUM_BLOCKS, "buckets": BUCKETS, "cache_directory": None, **changes}
+    model = arguments.pop("model", MODEL)
+    config = arguments.pop("config", CONFIG)
+    return ModelRunner(model, config, init_random(model, jnp.dtype(config.dtype)), **arguments)
+
+
+class Driver:
+    """Gives requests slots and shuffled blocks, and runs one step at a time."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free_blocks = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS + 1)).tolist()
+        self._free_slots = list(range(CONFIG.max_num_seqs))
+        self.blocks: dict[str, list[int]] = {}
+        self._new: set[str] = set()
+
+    def admit(self, request: Request) -> Request:
+        request.slot = self._free_slots.pop(0)
+        self.blocks[request.request_id] = []
+        self._new.add(request.request_id)
+        return request
+
+    def preempt(self, request: Request) -> None:
+        """Take blocks and slot away; `admit` starts it over with the output it has."""
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.slot, request.num_computed_tokens = None, 0
+        del self.blocks[request.request_id]
+
+    def step(self, *parts: tuple[Request, int]) -> ModelRunnerOutput:
+        """(request, tokens to compute) each; sampled tokens are appended."""
+        rows = []
+        for request, count in parts:
+            blocks = self.blocks[request.request_id]
+            while len(blocks) * CONFIG.block_size < request.num_computed_tokens + count:
+                blocks.append(self._free_blocks.pop())
+            is_new = request.request_id in self._new
+            self._new.discard(request.request_id)
+            rows.append(ScheduledRequest(request, request.num_computed_tokens, count, tuple(blocks), is_new))
+        plan = SchedulerOutput(0, tuple(rows))
+        batch = build_batch(plan, BUCKETS, block_size=CONFIG.block_size, padding_row=self.runner.padding_row)
+        result = self.runner.run(plan, batch)
+        for request, count in parts:
+            request.num_computed_tokens += count
+            request.output_token_ids += result.sampled_token_ids.get(request.request_id, [])
+        return result
+
+    def finish(self, request: Request, num_tokens: int) -> list[int]:
+        """Alone, whatever is uncomputed in one chunk, until the output has `num_tokens`."""
+        while request.num_output_tokens < num_tokens:
+            self.step((request, request.num_uncomputed_tokens))
+        return request.output_token_ids

@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.device import executable_cache
+from jaxserve.device.executable_cache import ExecutableCache, make_manifest
+from tests.conftest import REPOSITORY
+
+MANIFEST = {"what": "test"}
+ABSTRACT = (jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32))
+IN_TREE = jax.tree.structure((ABSTRACT, {}))
+OUT_TREE = jax.tree.structure((0, 0))
+
+
+def step(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return state + x, (state * x).sum()
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    """Donates its first argument."""
+    return jax.jit(step, donate_argnums=0).lower(*ABSTRACT).compile()
+
+
+def check_program(program: Any) -> None:
+    state = jnp.arange(8.0)
+    new, total = program(state, np.full(8, 2.0, np.float32))
+    assert np.array_equal(new, np.arange(8) + 2.0)
+    assert float(total) == 56.0
+    assert state.is_deleted(), "donation was lost"
+
+
+def load(cache: ExecutableCache, name: str = "p") -> Any:
+    return cache.load(name, IN_TREE, OUT_TREE)
+
+
+def folder_of(root: Path) -> Path:
+    (folder,) = root.iterdir()
+    return folder
+
+
+def test_a_stored_program_does_the_same_in_the_next_run(tmp_path: Path, program: Any) -> None:
+    root = tmp_path / "a" / "cache"
+    cache = ExecutableCache(root, MANIFEST)
+    assert load(cache) is None
+    cache.store("p", program)
+    check_program(load(cache))
+    check_program(load(ExecutableCache(root, MANIFEST)))
+    assert load(cache, "q") is None
+    names = sorted(file.name for file in folder_of(root).iterdir())
+    assert names == ["manifest.json", "p.bin"], "no leftovers"
+
+
+def test_a_program_from_another_process_is_as_good(tmp_path: Path) -> None:
+    """Stored there, loaded here; nothing is traced again."""
+    writer = start_writer(tmp_path / "cache", "once")
+    assert writer.wait(120) == 0
+    check_program(load(ExecutableCache(tmp_path / "cache", MANIFEST)))
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda blob: b"",
+    "only a checksum": lambda blob: blob[:32],
+    "half a checksum": lambda blob: blob[:16],
+    "cut in half": lambda blob: blob[: len(blob) // 2],
+    "last byte gone": lambda blob: blob[:-1],
+    "one byte more": lambda blob: blob + b"x",
+    "a bit in the checksum": lambda blob: bytes([blob[0] ^ 1]) + blob[1:],
+    "a bit in the middle": lambda blob: blob[:999] + bytes([blob[999] ^ 8]) + blob[1000:],
+    "a bit at the end": lambda blob: blob[:-1] + bytes([blob[-1] ^ 128]),
+    "zeros": lambda blob: bytes(len(blob)),
+    "sound checksum of nonsense": lambda blob: (
+        executable_cache.hashlib.sha256(b"nonsense").digest() + b"nonsense"
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_file_is_never_run_and_can_be_replaced(
+    tmp_path: Path, program: Any, damage: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+    cache.store("p", program)
+    file = folder_of(tmp_path / "cache") / "p.bin"
+    file.write_bytes(damage(file.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert load(cache) is None
+    assert str(file) in caplog.text
+    cache.store("p", program)
+    check_program(load(cache))
+
+
+def test_a_folder_in_place_of_a_file_is_not_fatal(tmp_path: Path, program: Any) -> None:
+    cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+    (folder_of(tmp_path / "cache") / "p.bin").mkdir()
+    assert load(cache) is None
+    cache.store("p", program)
+    assert load(cache) is None
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077, 0o000])
+def test_the_folders_are_for_this_user_alone_whatever_the_umask(
+    tmp_path: Path, program: Any, mask: int
+) -> None:
+    """Where the umask lets a group write (as many distributions do), the cache must work all the same."""
+    before = os.umask(mask)
+    try:
+        cache = ExecutableCache(tmp_path / "parent" / "cache", MANIFEST)
+        cache.store("p", program)
+    finally:
+        os.umask(before)
+    check_program(load(cache))
+    folder = folder_of(tmp_path / "parent" / "cache")
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    assert (folder / "p.bin").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o720])
+@pytest.mark.parametrize("which", ["root", "folder"])
+def test_a_folder_that_others_may_write_to_is_not_trusted(
+    tmp_path: Path, program: Any, mode: int, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading runs what is in a file: whoever can put one there would run code as this user."""
+    root = tmp_path / "cache"
+    ExecutableCache(root, MANIFEST).store("p", program)
+    folder = folder_of(root)
+    (root if which == "root" else folder).chmod(mode)
+    with caplog.at_level(logging.WARNING):
+        cache = ExecutableCache(root, MANIFEST)
+    assert "could be written by others" in caplog.text
+    assert load(cache) is None
+    before = (folder / "p.bin").read_bytes()
+    cache.store("p", program)
+    cache.store("q", program)
+    assert (folder / "p.bin").read_bytes() == before
+    assert not (folder / "q.bin").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder that belongs to another user")
+def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, program: Any) -> None:
+    root = tmp_path / "cache"
+    ExecutableCache(root, MANIFEST).store("p", program)
+    os.chown(root, 12345, -1)
+    assert load(ExecutableCache(root, MANIFEST)) is None
+
+
+@contextlib.contextmanager
+def ordinary_user() -> Iterator[Path]:
+    """A folder in which file permissions count, also for tests that root runs."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        was_root = os.geteuid() == 0
+        if was_root:
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            if was_root:
+                os.seteuid(0)
+
+
+def test_a_read_only_cache_is_read(program: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name) / "cache"
+        ExecutableCache(root, MANIFEST).store("p", program)
+        folder = folder_of(root)
+        for path in (Path(name), root, folder):
+            path.chmod(0o555)
+        for path in folder.iterdir():
+            path.chmod(0o444)
+        try:
+            with ordinary_user(), caplog.at_level(logging.WARNING):
+                cache = ExecutableCache(root, MANIFEST)
+                check_program(load(cache))
+                cache.store("q", program)
+        finally:
+            for path in (Path(name), root, folder):
+                path.chmod(0o700)
+        assert not (folder / "q.bin").exists()
+        assert "not kept" in caplog.text
+
+
+def test_a_root_that_cannot_be_made_costs_a_warning_only(
+    tmp_path: Path, program: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        caches = [
+            ExecutableCache(tmp_path / "file", MANIFEST),
+            ExecutableCache(tmp_path / "file" / "x", MANIFEST),
+        ]
+        with ordinary_user() as home:
+            caches.append(ExecutableCache(home / "cache", MANIFEST))
+    assert caplog.text.count("not kept") == 3
+    for cache in caches:
+        assert load(cache) is None
+        cache.store("p", program)
+        assert load(cache) is None
+
+
+def test_a_disk_that_fills_up_leaves_no_partial_file(
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(executable_cache.os, "replace", full)
+        cache.store("p", program)
+        cache.store("q", program)
+    assert caplog.text.count("No space left") == 1, "once is enough"
+    assert [file.name for file in folder_of(tmp_path / "cache").iterdir()] == ["manifest.json"]
+
+
+def test_a_program_that_cannot_be_serialised_is_no_reason_to_stop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Platforms differ in what they can store; a program with a callback into Python never can be."""
+
+    def talk(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    compiled = jax.jit(talk).lower(jnp.float32(1)).compile()
+    with caplog.at_level(logging.WARNING):
+        ExecutableCache(tmp_path / "cache", MANIFEST).store("p", compiled)
+    assert "not kept" in caplog.text
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import jax
+from jaxserve.device.executable_cache import ExecutableCache
+from tests.device.test_executable_cache import ABSTRACT, MANIFEST, step
+program = jax.jit(step, donate_argnums=0).lower(*ABSTRACT).compile()
+cache = ExecutableCache(Path(sys.argv[1]), MANIFEST)
+print("ready", flush=True)
+while True:
+    cache.store("p", program)
+    if sys.argv[2] == "once":
+        break
+"""
+
+
+def start_writer(root: Path, mode: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(root), mode],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+    )
+
+
+def test_writers_at_once_and_writers_killed_leave_only_whole_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "cache"
+    writers = [start_writer(root, "forever") for _ in range(2)]
+    try:
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        cache = ExecutableCache(root, MANIFEST)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(30):
+                found = load(cache)
+                assert found is not None
+                check_program(found)
+            for writer in writers:
+                writer.send_signal(signal.SIGKILL)
+                writer.wait(60)
+                time.sleep(0.01)
+            check_program(load(ExecutableCache(root, MANIFEST)))
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait(60)
+    assert not caplog.records, "a reader met half a file"
+
+
+def test_what_a_killed_writer_leaves_is_not_trusted(tmp_path: Path, program: Any) -> None:
+    """A temporary file that never got its name is no program, whatever it holds."""
+    cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+    cache.store("q", program)
+    folder = folder_of(tmp_path / "cache")
+    whole = (folder / "q.bin").read_bytes()
+    (folder / "tmpabcdefg").write_bytes(whole[:1000])
+    (folder / "p.bin.tmp").write_bytes(whole)
+    fresh = ExecutableCache(tmp_path / "cache", MANIFEST)
+    assert load(fresh) is None
+    check_program(load(fresh, "q"))
+    fresh.store("p", program)
+    check_program(load(fresh))
+
+
+def manifest(sources: list[Path] | None = None, **configs: Any) -> dict[str, Any]:
+    return make_manifest(configs or {"model": ("a", 1)}, sources or [])
+
+
+def changed(value: Any) -> Any:
+    if isinstance(value, dict):
+        name = sorted(value)[0]
+        return {**value, name: f"{value[name]} "}
+    return f"{value} "
+
+
+@pytest.mark.parametrize("name", sorted(manifest()))
+def test_any_difference_means_another_folder(tmp_path: Path, program: Any, name: str) -> None:
+    ours = manifest()
+    ExecutableCache(tmp_path, ours).store("p", program)
+    assert load(ExecutableCache(tmp_path, manifest())) is not None, "the same again"
+    assert load(ExecutableCache(tmp_path, {**ours, name: changed(ours[name])})) is None
+
+
+def test_the_manifest_knows_what_decides_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = manifest()
+    assert before == manifest()
+    assert manifest(model=("a", 2)) != manifest(model=("a", 1))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something")
+    assert manifest() != before
+    monkeypatch.undo()
+    old = jax.config.values["jax_default_matmul_precision"]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert manifest() != before
+    finally:
+        jax.config.update("jax_default_matmul_precision", old)
+    assert manifest() == before
+    assert before["cpu_features"]
+
+
+def test_where_the_compile_cache_lies_is_not_part_of_a_program() -> None:
+    assert not [name for name in manifest()["jax_config"] if name.endswith("_dir")]
+
+
+def test_any_change_of_a_traced_source_changes_the_key(tmp_path: Path) -> None:
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
+    (tmp_path / "pkg" / "a.py").write_text("x = 1")
+    (tmp_path / "pkg" / "sub" / "b.py").write_text("y = 1")
+    (tmp_path / "single.py").write_text("z = 1")
+    sources = [tmp_path / "pkg", tmp_path / "single.py"]
+    seen = [manifest(sources)]
+
+    def expect_new() -> None:
+        now = manifest(sources)
+        assert now not in seen
+        assert now == manifest(sources)
+        seen.append(now)
+
+    (tmp_path / "pkg" / "a.py").write_text("x = 2")
+    expect_new()
+    (tmp_path / "pkg" / "sub" / "b.py").write_text("y = 2")
+    expect_new()
+    (tmp_path / "single.py").write_text("z = 2")
+    expect_new()
+    (tmp_path / "pkg" / "sub" / "c.py").write_text("")
+    expect_new()
+    (tmp_path / "pkg" / "sub" / "c.py").rename(tmp_path / "pkg" / "c.py")
+    expect_new()
+    (tmp_path / "pkg" / "c.py").unlink()
+    (tmp_path / "pkg" / "a.py").write_text("x = 2y = 2")
+    (tmp_path / "pkg" / "sub" / "b.py").write_text("")
+    expect_new()
+    (tmp_path / "pkg" / "notes.txt").write_text("not traced")
+    assert manifest(sources) == seen[-1]
+
+
+def test_a_moved_installation_keeps_its_key(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        (tmp_path / place / "pkg").mkdir(parents=True)
+        (tmp_path / place / "pkg" / "a.py").write_text("x = 1")
+    assert manifest([tmp_path / "here" / "pkg"]) == manifest([tmp_path / "there" / "pkg"])

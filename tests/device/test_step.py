@@ -1,0 +1,157 @@
+"""What the compiled step is (its optimised program), and what it computes (against a forward pass without a cache)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.batch.buckets import Bucket
+from jaxserve.device.model_runner import ModelRunner
+from jaxserve.models.random_weights import init_random
+from jaxserve.outputs import TokenLogprobs
+from jaxserve.request import Request
+from tests.device import hlo
+from tests.device.driver import BUCKETS, CONFIG, MODEL, NUM_BLOCKS, Driver
+from tests.fakes import make_request
+from tests.models.model_harness import sequence_logits
+
+POOL_SHAPE = (NUM_BLOCKS + 1, MODEL.num_kv_heads, CONFIG.block_size, MODEL.head_dim)
+POOL_BYTES = math.prod(POOL_SHAPE) * 4
+every_bucket = pytest.mark.parametrize("bucket", BUCKETS.all_buckets(), ids=str)
+
+
+@every_bucket
+def test_state_is_updated_in_place(tiny_runner: ModelRunner, bucket: Bucket) -> None:
+    program = tiny_runner._executables[bucket]
+    aliased = hlo.aliased_outputs(program.as_text())
+    num_params = len(jax.tree.leaves(tiny_runner._params))
+    num_state = len(jax.tree.leaves(tiny_runner._state))
+    assert num_state == 2 * MODEL.num_layers + 2
+    assert aliased == {i: num_params + i for i in range(num_state)}
+    assert program.memory_analysis().temp_size_in_bytes < POOL_BYTES
+
+
+@every_bucket
+def test_no_array_of_the_pools_size_is_copied(tiny_runner: ModelRunner, bucket: Bucket) -> None:
+    _, computations = hlo.parse(tiny_runner._executables[bucket].as_text())
+    writes = 0
+    for computation in computations.values():
+        for instruction in computation.instructions:
+            if instruction.shape is None or math.prod(instruction.shape) < math.prod(POOL_SHAPE):
+                continue
+            if instruction.opcode == "fusion":
+                root = computations[instruction.called[0]].root.opcode
+                assert root in ("scatter", "dynamic-update-slice"), instruction.text
+                writes += 1
+            else:
+                allowed = ("parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-update-slice")
+                assert instruction.opcode in allowed, instruction.text
+    assert writes <= 2 * MODEL.num_layers
+
+
+@every_bucket
+def test_scoring_a_prompt_costs_nothing_unless_asked_for(tiny_runner: ModelRunner, bucket: Bucket) -> None:
+    """XLA once hoisted the vocabulary-wide product out of the loop that was not entered."""
+    entry, computations = hlo.parse(tiny_runner._executables[bucket].as_text())
+    unconditional = hlo.always_run(entry, computations)
+
+    def products(rows: int) -> set[str]:
+        return {
+            name
+            for name, computation in computations.items()
+            for instruction in computation.instructions
+            if instruction.shape == (rows, MODEL.vocab_size)
+        }
+
+    scored = products(min(32, bucket.tokens))
+    assert scored, "the scoring is nowhere: this test looks for the wrong shape"
+    assert not scored & unconditional
+    assert products(bucket.seqs) & unconditional, "each row's own logits are always computed"
+    if bucket.tokens > 32:
+        assert not products(bucket.tokens), "logits of all tokens at once"
+
+
+@pytest.fixture(scope="module")
+def dense_logprobs() -> Callable[[Sequence[int]], np.ndarray]:
+    """token ids -> float64 log-probabilities [T, V], from a forward pass over the whole sequence."""
+    logits = sequence_logits(MODEL, init_random(MODEL, jnp.float32))
+
+    def run(token_ids: Sequence[int]) -> np.ndarray:
+        x = logits(token_ids).astype(np.float64)
+        x -= x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    return run
+
+
+def check_entry(entry: TokenLogprobs, token: int, want_V: np.ndarray) -> None:
+    assert entry.token_id == token
+    assert entry.logprob == pytest.approx(want_V[token], abs=2e-4)
+    best = [pair[0] for pair in entry.top]
+    np.testing.assert_allclose([pair[1] for pair in entry.top], np.sort(want_V)[::-1][: len(best)], atol=2e-4)
+    np.testing.assert_allclose([pair[1] for pair in entry.top], want_V[best], atol=2e-4)
+    assert abs(entry.rank - 1 - int((want_V > want_V[token] + 2e-4).sum())) <= 1
+
+
+def ids(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, MODEL.vocab_size, count).tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_packed_batches_equal_a_dense_forward(
+    tiny_runner: ModelRunner, dense_logprobs: Callable[[Sequence[int]], np.ndarray], seed: int
+) -> None:
+    """Random mixtures of decode rows and prefill chunks: every token and logprob, prompts included."""
+    rng = np.random.default_rng(seed)
+    driver = Driver(tiny_runner, seed)
+    lengths = [1, 4, 5, 31, 33, 64, 90, 127][: 8 - seed]
+    requests = [
+        make_request(f"r{i}", ids(rng, n), temperature=0.0, logprobs=20, prompt_logprobs=5 if i % 2 else None)
+        for i, n in enumerate(lengths)
+    ]
+    waiting = list(requests)
+    scored: dict[str, list[TokenLogprobs]] = {request.request_id: [] for request in requests}
+    for _ in range(40):
+        while waiting and rng.random() < 0.5:
+            driver.admit(waiting.pop())
+        parts: list[tuple[Request, int]] = []
+        budget = int(rng.choice([2, 30, 64]))
+        for request in requests:
+            if (
+                request.slot is None
+                or request.num_tokens > 128
+                or request.num_output_tokens >= 5
+                or not budget
+            ):
+                continue
+            left = min(request.num_uncomputed_tokens, budget)
+            count = left if rng.random() < 0.5 else int(rng.integers(1, left + 1))
+            budget -= count
+            parts.append((request, count))
+        if len(parts) > 1 and sum(count for _, count in parts) == 2:
+            parts = parts[:1]  # the smallest shape has one row
+        if not parts:
+            continue
+        result = driver.step(*parts)
+        assert not result.failed
+        for request, _ in parts:
+            scored[request.request_id] += result.prompt_logprobs.get(request.request_id, [])
+            for entry in result.logprobs.get(request.request_id, []):
+                before = request.token_ids(0, request.num_tokens - 1)
+                want_V = dense_logprobs(before)[-1]
+                check_entry(entry, request.output_token_ids[-1], want_V)
+                assert want_V[entry.token_id] > want_V.max() - 2e-4, "greedy"
+    assert sum(request.num_output_tokens for request in requests) >= 8
+    for request in requests:
+        if request.params.prompt_logprobs is not None and request.num_output_tokens:
+            want_TV = dense_logprobs(request.prompt_token_ids)
+            assert len(scored[request.request_id]) == request.num_prompt_tokens - 1
+            for position, entry in enumerate(scored[request.request_id], start=1):
+                check_entry(entry, request.prompt_token_ids[position], want_TV[position - 1])
+                assert len(entry.top) == 5
+    assert tiny_runner.serving_compilations == 0
