@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+if TYPE_CHECKING:
+    from tests.engine_harness import ServedModel
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -59,3 +64,24 @@ def tiny_checkpoint_dir(tiny_huggingface_dir: Path, tmp_path_factory: pytest.Tem
     from jaxserve.checkpoint import convert
 
     return convert(tiny_huggingface_dir, tmp_path_factory.mktemp("store") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Iterator[ServedModel]:
+    """A small random model on the device, every shape compiled; tests make their own engines around it."""
+    from tests.engine_harness import serve_tiny
+    from tests.text_models import smollm2
+
+    served = serve_tiny(smollm2(), Path(_SESSION_CACHE) / "jaxserve" / "executables")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="session")
+def demo_model(demo_checkpoint_dir: Path) -> Iterator[ServedModel]:
+    """The same with SmolLM2-135M-Instruct in float32."""
+    from tests.engine_harness import serve_demo
+
+    served = serve_demo(demo_checkpoint_dir, Path(_SESSION_CACHE) / "jaxserve" / "executables")
+    yield served
+    served.close()
