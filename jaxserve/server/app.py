@@ -32,6 +32,7 @@ PREPARE_THREADS = 2
 MIN_BODY_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
+CLIENT_CLOSED_REQUEST = 499  # as nginx calls it; nobody is there to read it
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 
 
@@ -246,7 +247,8 @@ async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResp
         }
         return error_response(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
     except ConnectionError:
-        raise  # the client is gone
+        # The client is gone. aiohttp drops the answer quietly; an error that it sees it would log as a bug of ours.
+        return web.Response(status=CLIENT_CLOSED_REQUEST)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return error_response(to_api_error(error))

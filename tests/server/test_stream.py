@@ -296,3 +296,18 @@ def test_what_outlives_the_grace_ends_with_an_error(server: RunningServer, core:
         last = running.result(10).body.rstrip().split(b"\n\n")[-1]
     assert "shutting down" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
     until(lambda: not core.has_work())
+
+
+def test_a_client_that_goes_away_between_two_writes_is_no_error_of_ours(
+    server: RunningServer, core: CopyEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first write to a closed socket fails silently; a second one before the loop knows raises."""
+    core.step_seconds = 0.0
+    for how in ("close", "reset") * 10:
+        sock = http.open_socket(
+            server.base_url, COMPLETIONS, completion("mine", max_tokens=1900, stream=True)
+        )
+        assert sock.recv(100)
+        http.reset(sock) if how == "reset" else sock.close()
+        until(lambda: server.engine.num_open == 0, seconds=1.0)
+    assert "Traceback" not in caplog.text
