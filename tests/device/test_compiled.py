@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -104,6 +105,7 @@ def test_a_failure_stops_the_others() -> None:
         started.append(key)
         if key == 1:
             raise MemoryError("no room")
+        time.sleep(0.01)  # a program takes its time
         return key
 
     programs = ExecutableSet[int](make)

@@ -210,6 +210,13 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass() -> None:
     assert (got > -1e29).sum(1).tolist() == [1, 2, 2, 3, 5, 5], "the tied pair stays together"
 
 
+def test_a_set_that_reaches_the_mass_exactly_is_enough() -> None:
+    """Both weights are exactly 1 in float32, and half of their sum is what the better one has."""
+    x = np.array([[-1e-9, 0.0, -1e30]], np.float32)
+    got = np.asarray(filter_rows(x, np.int32([0]), np.float32([0.5]), np.float32([0.0])))
+    assert (got > -1e29).tolist() == [[False, True, False]]
+
+
 def test_top_p_measures_the_mass_that_top_k_kept() -> None:
     x = np.log(np.array([[0.4, 0.3, 0.2, 0.1]]) / 0.4).astype(np.float32)
 
@@ -233,7 +240,7 @@ def test_a_large_flat_vocabulary_keeps_its_share() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0001e-5, 1e-4, 1e-3])
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e34])
 def test_tiny_temperatures_are_greedy_and_finite(temperature: float, scale: float) -> None:
     rng = np.random.default_rng(2)
     logits = (rng.permuted(np.tile(np.arange(VOCAB), (8, 1)), axis=1) - 30).astype(np.float32) * np.float32(
