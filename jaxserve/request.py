@@ -165,7 +165,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature < 1e-5 or self.top_k == 1
 
 
 def _require_number(name: str, value: object) -> None:
