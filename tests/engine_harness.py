@@ -200,7 +200,7 @@ def ask(
 ) -> GenerationRequest:
     """A greedy request unless told otherwise, whose end is its `max_tokens` unless told otherwise."""
     ids = prompt_ids(name, prompt) if isinstance(prompt, int) else tuple(prompt)
-    fields = {"temperature": 0.0, "ignore_eos": True, **params}
+    fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
     return GenerationRequest(
         name, ids, SamplingParams(max_tokens=max_tokens, **fields), priority=priority, stream=stream
     )
@@ -338,7 +338,7 @@ def mixed_requests(model: ServedModel, prefix: str = "") -> list[GenerationReque
     stop_text = solo.text[len(solo.text) // 2 :].replace("\ufffd", "")[:4]
     assert stop_text in solo.text
     assert not solo.text.startswith(stop_text)
-    sampled = {"temperature": 0.9}
+    sampled: dict[str, Any] = {"temperature": 0.9}
     return [
         plain,
         ask(name("one"), 1, 30),

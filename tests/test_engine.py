@@ -197,8 +197,11 @@ def test_a_seed_is_64_bits_wide(tiny_model):
 # -- aborting
 
 
-def abort_when(engine, request, condition) -> None:
-    """Submit, step until `condition(engine)` holds, abort, and look at what is left one step later."""
+def abort_when(engine, request, condition) -> list[int]:
+    """Submit, step until `condition()` holds, abort, and look at what is left one step later.
+
+    Returns how many tokens each choice had.
+    """
     engine.submit(request)
     for _ in range(200):
         if condition():
@@ -214,6 +217,7 @@ def abort_when(engine, request, condition) -> None:
     engine.check_integrity()
     assert [output.finish_reason for output in outputs] == [FinishReason.ABORT] * request.params.n
     assert sorted(output.index for output in outputs) == list(range(request.params.n))
+    return [output.num_output_tokens for output in outputs]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -221,13 +225,15 @@ def test_an_abort_in_any_phase_frees_everything_within_a_step(tiny_model, n):
     options = {"seed": 3, "temperature": 1.0, "n": n}
     engine = tiny_model.engine(max_num_seqs=4, max_prefill_chunk=8)
     steps = itertools.count()
-    abort_when(engine, ask("queued", 100, 20, **options), lambda: True)
+    assert abort_when(engine, ask("queued", 100, 20, **options), lambda: True) == [0] * n
+    assert engine.stats.useful_tokens == 0
     assert_idle(engine)
-    abort_when(
-        engine, ask("mid-prefill", 100, 20, **options), lambda: next(steps) == 3
-    )  # 3 x 32 of 100 tokens at most
+    third = lambda: next(steps) == 3  # noqa: E731
+    assert abort_when(engine, ask("mid-prefill", 100, 20, **options), third) == [0] * n
+    assert 0 < engine.stats.useful_tokens < 100
     assert_idle(engine)
-    abort_when(engine, ask("decoding", 10, 90, **options), lambda: engine.stats.generation_tokens > 8)
+    decoding = lambda: engine.stats.generation_tokens > 8  # noqa: E731
+    assert min(abort_when(engine, ask("decoding", 10, 90, **options), decoding)) > 0
     assert_idle(engine)
     # Preempted: two that outgrow a small pool, and the later one goes.
     small = tiny_model.engine(num_blocks=14)
@@ -324,13 +330,14 @@ def test_every_step_works_in_place(tiny_model):
     for i in range(8):
         engine.submit(ask(f"flat{i}", 8, 240, logprobs=5))
     engine.step()
+    gc.collect()
     places, size = pool(), _device_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(150):
             engine.step()
             assert pool() == places, f"the pool moved at step {step}"
-            assert _device_bytes() == size, f"device memory changed at step {step}"
+            assert _device_bytes() <= size, f"device memory grew at step {step}"
     for i in range(8):
         engine.abort(f"flat{i}")
     engine.step()
