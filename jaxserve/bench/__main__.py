@@ -36,6 +36,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     static.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of both engines")
     static.add_argument("--max-model-len", type=_positive, metavar="N", help="of both engines")
     static.add_argument(
+        "--num-gpu-blocks-override",
+        type=_positive,
+        metavar="N",
+        help="KV blocks of each engine [default: enough that no request is preempted]",
+    )
+    static.add_argument(
         "--static-batch",
         type=_positive,
         metavar="N",
@@ -60,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
+        num_blocks=arguments.num_gpu_blocks_override,
     )
     with BarProgress() as progress:
         result = compare(

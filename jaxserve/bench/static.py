@@ -64,7 +64,8 @@ def compare(
     The prefix cache is off in both: a second pass would find its prompts in it.
 
     Args:
-      options: of both engines; its scheduler, prefix cache and queue limit are chosen here.
+      options: of both engines; its scheduler, prefix cache and queue limit are chosen here, and the pool's size
+        where it names none.
       static_batch: `max_num_seqs` of the static engine, if it is to be another.
       announce: told a line before and after every pass.
 
@@ -76,13 +77,14 @@ def compare(
         scheduler=CONTINUOUS,
         enable_prefix_caching=False,
         max_waiting=max(options.max_waiting, len(workload.items)),
+        num_blocks=options.num_blocks or ample_blocks(workload, options),
     )
     runs: dict[str, list[Run]] = {CONTINUOUS: [], STATIC: []}
     with ExitStack() as stack:
         announce("engine 1 of 2: continuous")
         continuous = stack.enter_context(closing(create_engine(model, common, progress=progress)))
         announce("engine 2 of 2: static")
-        other = static_options(common, num_blocks=continuous.stats.num_blocks, static_batch=static_batch)
+        other = static_options(common, static_batch)
         static = stack.enter_context(closing(create_engine(model, other, progress=progress)))
         engines = {CONTINUOUS: continuous, STATIC: static}
         for name, engine in engines.items():
@@ -113,9 +115,19 @@ def compare(
         )
 
 
-def static_options(continuous: EngineConfig, *, num_blocks: int, static_batch: int | None) -> EngineConfig:
-    """Options of the static engine: those of the other one, with as many blocks (it would find less memory free)."""
-    options = replace(continuous, scheduler=STATIC, num_blocks=num_blocks)
+def ample_blocks(workload: Workload, options: EngineConfig) -> int:
+    """So many KV blocks that nobody is ever preempted: room for as many of the longest requests as run at once.
+
+    Two engines have to fit in memory, so neither can take the share that an engine takes by itself.
+    """
+    size = options.block_size
+    needed = sorted(-(-(len(item.prompt_token_ids) + item.max_tokens) // size) for item in workload.items)
+    return sum(needed if options.max_num_seqs is None else needed[-options.max_num_seqs :])
+
+
+def static_options(continuous: EngineConfig, static_batch: int | None) -> EngineConfig:
+    """Options of the static engine: those of the other one, but for the scheduler and perhaps the batch size."""
+    options = replace(continuous, scheduler=STATIC)
     return options if static_batch is None else replace(options, max_num_seqs=static_batch)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from jaxserve.bench.agreement import Difference, find_differences
 from jaxserve.bench.measure import run_workload
-from jaxserve.bench.static import Comparison, compare, report, static_options, to_json
+from jaxserve.bench.static import Comparison, ample_blocks, compare, report, static_options, to_json
 from jaxserve.bench.workload import Item, Workload
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, replace
 from jaxserve.engine_factory import create_engine
 
-OPTIONS = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=128, num_blocks=16)
+OPTIONS = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=128)
 # The long one comes with the short ones: static batching pads them to it.
 WORKLOAD = Workload(
     "tiny",
@@ -56,6 +56,7 @@ def test_static_batching_computes_its_padding(comparison: Comparison) -> None:
 def test_the_two_differ_in_the_scheduler_alone(comparison: Comparison) -> None:
     assert comparison.static_config == dataclasses.replace(comparison.continuous_config, scheduler="static")
     assert not comparison.continuous_config.enable_prefix_caching
+    assert all(run.preemptions == 0 for run in (*comparison.continuous, *comparison.static))
 
 
 def test_the_report_ends_with_the_ratio(comparison: Comparison) -> None:
@@ -76,7 +77,7 @@ def test_a_difference_is_found_where_it_begins_and_excused_only_by_a_near_tie(
     right = list(comparison.continuous[0].token_ids)
     wrong = list(right)
     wrong[1] = (*right[1][:4], right[1][4] + 1, *right[1][5:])
-    engine = create_engine(str(tiny_checkpoint_dir), OPTIONS)
+    engine = create_engine(str(tiny_checkpoint_dir), replace(OPTIONS, num_blocks=3))
     try:
         assert find_differences(engine, WORKLOAD, right, right) == []
         (found,) = find_differences(engine, WORKLOAD, right, wrong)
@@ -93,9 +94,9 @@ def test_a_difference_is_found_where_it_begins_and_excused_only_by_a_near_tie(
 
 
 def test_a_request_that_does_not_fit_is_refused(tiny_checkpoint_dir: Path) -> None:
-    engine = create_engine(str(tiny_checkpoint_dir), OPTIONS)
+    engine = create_engine(str(tiny_checkpoint_dir), replace(OPTIONS, num_blocks=3))
     try:
-        with pytest.raises(ValueError, match="context holds 128 tokens"):
+        with pytest.raises(ValueError, match="holds 96 tokens"):
             run_workload(engine, Workload("long", (Item((1,) * 127, 2),)))
     finally:
         engine.close()
@@ -103,6 +104,13 @@ def test_a_request_that_does_not_fit_is_refused(tiny_checkpoint_dir: Path) -> No
 
 def test_the_batch_size_of_static_changes_nothing_else() -> None:
     common = EngineConfig(max_num_seqs=4, enable_prefix_caching=False)
-    same = static_options(common, num_blocks=7, static_batch=None)
-    assert same == dataclasses.replace(common, scheduler="static", num_blocks=7)
-    assert static_options(common, num_blocks=7, static_batch=2) == dataclasses.replace(same, max_num_seqs=2)
+    same = static_options(common, None)
+    assert same == dataclasses.replace(common, scheduler="static")
+    assert static_options(common, 2) == dataclasses.replace(same, max_num_seqs=2)
+
+
+def test_the_pool_holds_the_longest_requests_that_run_at_once() -> None:
+    # Blocks of 8 for 5, 49, 6 and 14 tokens: 1, 7, 1 and 2.
+    assert ample_blocks(WORKLOAD, EngineConfig(block_size=8, max_num_seqs=2)) == 9
+    assert ample_blocks(WORKLOAD, EngineConfig(block_size=8, max_num_seqs=9)) == 11
+    assert ample_blocks(WORKLOAD, EngineConfig(block_size=8)) == 11
