@@ -104,12 +104,12 @@ class ExecutableCache:
         return self._directory.is_dir()
 
 
-def make_manifest(configs: Mapping[str, Any], sources: Iterable[Path]) -> dict[str, Any]:
+def make_manifest(configs: Mapping[str, Any], sources_digest: str) -> dict[str, Any]:
     """Everything that decides what the programs are.
 
     Args:
       configs: by name, whatever shapes the programs (model, engine, buckets, pool); compared by their text.
-      sources: folders and files of the code that is traced.
+      sources_digest: `hash_sources` of the code that is traced, taken when it was imported.
     """
     device = jax.local_devices()[0]
     return {
@@ -123,7 +123,7 @@ def make_manifest(configs: Mapping[str, Any], sources: Iterable[Path]) -> dict[s
         "cpu_features": _cpu_features(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jax_config": {name: value for name, value in jax.config.values.items() if not name.endswith("_dir")},
-        "sources": _hash_sources(sources),
+        "sources": sources_digest,
         **{name: repr(config) for name, config in configs.items()},
     }
 
@@ -138,7 +138,8 @@ def _cpu_features() -> str:
     )
 
 
-def _hash_sources(sources: Iterable[Path]) -> str:
+def hash_sources(sources: Iterable[Path]) -> str:
+    """One digest of every Python file in these folders, and of these files."""
     digest = hashlib.sha256()
     for source in sources:
         for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:

@@ -20,7 +20,7 @@ from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
-from jaxserve.device.executable_cache import ExecutableCache, make_manifest
+from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,
@@ -94,7 +94,7 @@ class ModelRunner:
                 "rows_at_once": rows_at_once,
                 "arrays": _abstract((self._params, self._state)),
             }
-            self._cache = ExecutableCache(cache_directory, make_manifest(configs, _traced_sources()))
+            self._cache = ExecutableCache(cache_directory, make_manifest(configs, _SOURCES_DIGEST))
         self.num_compiled = 0
 
     @property
@@ -190,6 +190,10 @@ def _traced_sources() -> list[Path]:
     kernels = Path(pallas_kernels.__file__).parent
     parts = ("batch", "device", "models", "config.py", "request.py")
     return [*(package / part for part in parts), kernels]
+
+
+# Now, while the files are what was imported: who edits them under a running process must not mislabel its programs.
+_SOURCES_DIGEST = hash_sources(_traced_sources())
 
 
 def _abstract(tree: Any) -> Any:

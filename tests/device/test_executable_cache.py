@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxserve.device import executable_cache
-from jaxserve.device.executable_cache import ExecutableCache, make_manifest
+from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
 from tests.conftest import REPOSITORY
 
 MANIFEST = {"what": "test"}
@@ -313,7 +313,7 @@ def test_what_a_killed_writer_leaves_is_not_trusted(tmp_path: Path, program: Any
 
 
 def manifest(sources: list[Path] | None = None, **configs: Any) -> dict[str, Any]:
-    return make_manifest(configs or {"model": ("a", 1)}, sources or [])
+    return make_manifest(configs or {"model": ("a", 1)}, hash_sources(sources or []))
 
 
 def changed(value: Any) -> Any:
