@@ -44,7 +44,7 @@ class SamplingParams:
       n: independent continuations of the prompt.
       temperature: 0 is greedy; anything below 1e-5 counts as 0.
       top_p: keep the smallest set of most likely tokens whose mass reaches it; the most likely one is always kept.
-      top_k: keep the k most likely tokens; 0 or -1 keeps all.
+      top_k: keep the k most likely tokens; 0 or -1 keeps all, 1 is greedy.
       min_p: keep tokens at least `min_p` times as likely as the most likely one.
       presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output so far (once; per
         occurrence), as in the OpenAI API.

@@ -100,7 +100,7 @@ def pull(
 def _obtain_and_convert(
     model: KnownModel, destination: Path, dtype: str | None, progress: Progress | None
 ) -> Path:
-    with _obtain(model, progress) as file:
+    with obtain(model, progress) as file:
         return convert(
             file,
             destination,
@@ -130,7 +130,7 @@ def _stored_names(store: Path) -> list[str]:
 
 
 @contextmanager
-def _obtain(model: KnownModel, progress: Progress | None) -> Iterator[Path]:
+def obtain(model: KnownModel, progress: Progress | None) -> Iterator[Path]:
     """The model's file, checked; removed again if it had to be fetched."""
     installed = _installed_file(model)
     if installed is not None:

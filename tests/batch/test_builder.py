@@ -135,7 +135,7 @@ def expected(batch: HostBatch) -> dict[str, Any]:
         want["sample_positions"][s] = len(sequence)
         want["seed_low"][s] = signed(request.seed % 2**32)
         want["seed_high"][s] = signed(request.seed // 2**32 % 2**32)
-        if params.temperature >= 1e-5:
+        if params.temperature >= 1e-5 and params.top_k != 1:
             row_flag |= 2
             flags |= 1
             want["temperature"][s] = float32(params.temperature)
@@ -314,6 +314,7 @@ def test_seeds_travel_as_two_words(seed: int) -> None:
     [
         ({"temperature": 0.0}, RowFlag.SAMPLE, 0),
         ({"temperature": 9.9e-6}, RowFlag.SAMPLE, 0),
+        ({"top_k": 1}, RowFlag.SAMPLE, 0),
         ({}, RowFlag.SAMPLE | RowFlag.RANDOM, BatchFlag.RANDOM),
         ({"temperature": 1e-5}, RowFlag.SAMPLE | RowFlag.RANDOM, BatchFlag.RANDOM),
         ({"temperature": 0, "presence_penalty": -0.1}, RowFlag.SAMPLE | RowFlag.PENALTIES, BatchFlag.PROCESS_LOGITS),

