@@ -40,7 +40,7 @@ from jaxserve.server.protocol import decode
 from jaxserve.server.responses import ResponseBuilder
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-PHASE = "requests"
+PHASE = "bytes of the input"
 _BOM = b"\xef\xbb\xbf"
 
 

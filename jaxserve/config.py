@@ -102,7 +102,7 @@ class EngineConfig:
         take when it is sized.
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
       scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
-      max_waiting: most requests in the waiting queue; a further one is refused (QueueFullError).
+      max_waiting: most sequences that wait besides the `max_num_seqs` that run; more are refused (QueueFullError).
       seed: root of the seeds of requests that bring none, so that a run can be repeated.
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,

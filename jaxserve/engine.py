@@ -59,6 +59,7 @@ class EngineCore:
         self.generation = generation
         self.tokenizer = tokenizer
         self.max_request_tokens = min(config.max_model_len, num_blocks * config.block_size)
+        self._max_unfinished = config.max_num_seqs + config.max_waiting
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         self._runner = runner
         self._buckets = buckets
@@ -98,6 +99,11 @@ class EngineCore:
                 f"min_tokens={params.min_tokens} does not fit: {limit - len(prompt)} tokens are left",
                 param="min_tokens",
             )
+        if params.n > self._max_unfinished:
+            raise InvalidRequestError(
+                f"n={params.n} is more than the {self._max_unfinished} sequences that can run or wait",
+                param="n",
+            )
         for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             if any(token >= vocab_size for token in ids):
                 raise InvalidRequestError(f"{name} ids must be in 0..{vocab_size - 1}", param=name)
@@ -112,9 +118,10 @@ class EngineCore:
         self.validate(request)
         if request.request_id in self._groups:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        if self._scheduler.num_waiting + request.params.n > self.config.max_waiting:
+        unfinished = self._scheduler.num_waiting + self._scheduler.num_running
+        if unfinished + request.params.n > self._max_unfinished:
             raise QueueFullError(
-                f"{self._scheduler.num_waiting} sequences are waiting already; try again later"
+                f"{unfinished} sequences run or wait already, at most {self._max_unfinished}; try again later"
             )
         sequences = self._fan_out(request)
         for sequence in sequences:

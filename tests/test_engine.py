@@ -160,13 +160,15 @@ def test_an_id_is_free_again_when_its_request_has_ended(tiny_model):
 
 
 def test_a_full_queue_counts_every_choice_and_takes_nothing(tiny_model):
-    engine = tiny_model.engine(max_waiting=4, max_num_seqs=1)
+    engine = tiny_model.engine(max_waiting=3, max_num_seqs=1)  # so four at most, running or waiting
     engine.submit(ask("first", 5, 3, n=3, seed=0, temperature=1.0))
     with pytest.raises(QueueFullError, match="3 sequences"):
         engine.submit(ask("second", 5, 3, n=2, seed=0, temperature=1.0))
     engine.submit(ask("third", 5, 3))
     with pytest.raises(QueueFullError):
         engine.submit(ask("fourth", 5, 3))
+    with pytest.raises(InvalidRequestError, match="n=5 is more than the 4"):  # not "later": never
+        engine.submit(ask("fifth", 5, 3, n=5, seed=0, temperature=1.0))
     ended = []
     while engine.has_work():
         ended += [(o.request_id, o.index) for o in engine.step() if o.finish_reason]
@@ -516,3 +518,28 @@ def test_a_request_is_only_read(tiny_model):
     before = repr(request)
     run(tiny_model.engine(), [request])
     assert repr(request) == before
+
+
+def test_an_unknown_attention_backend_is_refused_before_anything_is_loaded(tiny_checkpoint_dir):
+    told = []
+    with pytest.raises(
+        ConfigError, match="unknown attention backend 'pallas' on cpu; choose from: auto, xla"
+    ):
+        create_engine(
+            tiny_checkpoint_dir,
+            EngineConfig(attention_backend="pallas"),
+            progress=lambda what, done, total: told.append(what),
+        )
+    assert told == []
+
+
+def test_free_slots_do_not_count_as_waiting(tiny_model):
+    """An idle engine takes what it can start at once, however short its queue may be."""
+    engine = tiny_model.engine(max_waiting=1, max_num_seqs=4)
+    for index in range(5):
+        engine.submit(ask(f"r{index}", 5, 2))
+    with pytest.raises(QueueFullError, match="5 sequences run or wait already, at most 5"):
+        engine.submit(ask("one too many", 5, 2))
+    while engine.has_work():
+        engine.step()
+    assert_idle(engine)

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.config import GenerationDefaults, ModelConfig
 from jaxserve.engine import EngineCore
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.llm import LLM, Completion
 from jaxserve.request import SamplingParams
 from tests.fakes import FakeRunner, make_config, make_request, solo_tokens
@@ -241,8 +241,8 @@ def test_more_prompts_than_may_wait():
         prompts = [f"p{i}" for i in range(40)]
         for result, prompt in zip(llm.generate(prompts, params(), progress=False), prompts, strict=True):
             check(result, prompt, params())
-        with pytest.raises(QueueFullError):  # and not a wait without end
-            llm.generate("x", params(n=4), progress=False)
+        with pytest.raises(InvalidRequestError, match="n=100 is more than"):  # and not a wait without end
+            llm.generate("x", params(n=100), progress=False)
         check(llm.generate("x", params(), progress=False)[0], "x", params())
         assert_idle(llm)
 

@@ -20,12 +20,13 @@ def tokens_to_start(request: Request) -> int:
     return min(request.num_tokens + 1, final_num_computed_tokens(request))
 
 
-def check_queue(num_waiting: int, max_waiting: int) -> None:
-    """
+def check_queue(num_waiting: int, max_waiting: int, num_free_slots: int) -> None:
+    """Requests that the next step can start are not counted as waiting.
+
     Raises:
       QueueFullError: the queue is at its limit.
     """
-    if num_waiting >= max_waiting:
+    if num_waiting >= max_waiting + num_free_slots:
         raise QueueFullError(f"the waiting queue is full ({max_waiting} sequences); try again later")
 
 

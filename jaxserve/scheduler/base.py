@@ -98,7 +98,7 @@ class BaseScheduler:
         """Queue a request.
 
         Raises:
-          QueueFullError: `max_waiting` requests wait already.
+          QueueFullError: `max_waiting` requests wait already, besides those that free slots can take.
           InvalidRequestError: it could never run, even alone.
           ValueError: an unfinished request has its id, or it has run before.
         """
@@ -106,7 +106,7 @@ class BaseScheduler:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
             raise ValueError(f"request {request.request_id!r} is not a fresh one")
-        admission.check_queue(self.num_waiting, self._config.max_waiting)
+        admission.check_queue(self.num_waiting, self._config.max_waiting, len(self._free_slots))
         admission.check_fits_pool(request, self._kv.pool.num_blocks, self._kv.block_size)
         entry = Entry(request, self._policy.key(request, self._num_added))
         self._num_added += 1

@@ -19,7 +19,7 @@ from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
 from jaxserve.server import metrics
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
-from jaxserve.server.errors import ApiError, error_body, model_not_found, to_api_error
+from jaxserve.server.errors import ApiError, error_body, model_not_found, shutting_down, to_api_error
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.responses import ResponseBuilder
 from jaxserve.server.stream import send_stream
@@ -83,7 +83,7 @@ class Server:
             await asyncio.wait_for(self._idle.wait(), grace_seconds)
         except TimeoutError:
             logger.warning("%d requests did not end within the grace", self._open)
-            self.engine.fail_all(EngineDeadError("the server is shutting down"))
+            self.engine.fail_all(shutting_down())
             try:
                 await asyncio.wait_for(self._idle.wait(), 2.0)  # time to write the error event
             except TimeoutError:
@@ -135,7 +135,7 @@ class Server:
 
     def _check_open(self) -> None:
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+            raise shutting_down()
         if not self.engine.is_alive:
             raise EngineDeadError("the engine has stopped")
         if self._open >= self.options.max_open_requests:
@@ -214,8 +214,9 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
-    except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body can't be read: {error}", code="invalid_body") from None
+    except web.RequestPayloadError:
+        message = "the body can't be read: it broke off, or is not compressed as its Content-Encoding says"
+        raise ApiError(400, message, code="invalid_body") from None
 
 
 def json_response(value: object, *, status: int = 200) -> web.Response:

@@ -259,7 +259,7 @@ class AsyncEngine:
                 for output in outputs:
                     yield output
 
-    def fail_all(self, failure: JaxserveError) -> None:
+    def fail_all(self, failure: Exception) -> None:
         """End every open stream with `failure` and abort its requests."""
         for stream in set(self._streams.values()):
             unfinished = stream._unfinished()

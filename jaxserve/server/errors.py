@@ -73,6 +73,11 @@ def to_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "internal server error", type="server_error", code="internal_error")
 
 
+def shutting_down() -> ApiError:
+    """An orderly end, for new requests and for those that the grace did not suffice for."""
+    return ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+
+
 def model_not_found(name: str, served: tuple[str, ...]) -> ApiError:
     """No such model here."""
     known = ", ".join(repr(one) for one in served)

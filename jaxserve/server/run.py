@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.app import Server, ServerOptions, build_app
@@ -103,7 +104,11 @@ async def _serve(
     )
     server = Server(engine, context, metrics, options.server)
     runner = web.AppRunner(
-        build_app(server), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        build_app(server),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+        logger=_http_logger(),
     )
     stop = _stop_on_signals()
     await runner.setup()
@@ -167,3 +172,15 @@ def url(host: str, port: int) -> str:
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ConfigError(f"can't listen on {host} port {port}: {reason}")
+
+
+def _http_logger() -> logging.Logger:
+    """aiohttp's log without a traceback for every client that sends something that is not HTTP."""
+    http_logger = logging.getLogger("jaxserve.server.http")
+    http_logger.addFilter(_is_our_fault)
+    return http_logger
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -47,7 +48,7 @@ class Process:
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
         )
         assert self.popen.stdout is not None
@@ -135,6 +136,30 @@ def test_a_dead_engine_ends_the_process_with_1(processes: ProcessFactory) -> Non
         assert http.request(process.base_url, "GET", "/v1/models").status == 200
         assert http.post(process.base_url, COMPLETIONS, LONG).error["code"] == "engine_dead"
     assert process.popen.wait(30) == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 20_000 + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01garbage\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\nnope",
+    ],
+    ids=["length", "chunk", "header", "garbage", "gzip"],
+)
+def test_what_is_no_http_leaves_no_traceback(processes: ProcessFactory, raw: bytes) -> None:
+    process = processes.start()
+    address = urlsplit(process.base_url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+        sock.sendall(raw)
+        assert b" 400 " in sock.recv(65536).split(b"\r\n")[0]
+    assert http.request(process.base_url, "GET", "/health").status == 200
+    process.popen.send_signal(signal.SIGTERM)
+    _, errors = process.popen.communicate(timeout=20)
+    assert process.popen.returncode == 0
+    assert "Traceback" not in errors, errors
 
 
 def test_an_address_that_is_taken_or_wrong_is_one_line() -> None:

@@ -294,7 +294,7 @@ def test_what_outlives_the_grace_ends_with_an_error(server: RunningServer, core:
         until(lambda: server.engine.num_open == 1)
         server.drain(0.2)
         last = running.result(10).body.rstrip().split(b"\n\n")[-1]
-    assert "shutting down" in json.loads(last.removeprefix(b"data: "))["error"]["message"]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "shutting_down"
     until(lambda: not core.has_work())
 
 
