@@ -6,35 +6,12 @@ b tokens a block holds, H query heads, K KV heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.backends import Backend, module_of
 
-_RAGGED: dict[str, Callable[..., jax.Array]] = {"xla": xla.ragged_paged_attention}
-_DECODE: dict[str, Callable[..., jax.Array]] = {"xla": xla.paged_decode}
-
-
-def available_backends() -> tuple[str, ...]:
-    """Names that `resolve_backend` takes besides "auto"."""
-    return tuple(_RAGGED)
-
-
-def resolve_backend(name: str, *, platform: str) -> str:
-    """The backend that runs for `name` on `platform` ("cpu", "cuda", ...).
-
-    Raises:
-      ValueError: no backend of that name exists; the text lists those that do.
-    """
-    if name == "auto":
-        return "xla"
-    if name not in _RAGGED:
-        raise ValueError(
-            f"unknown attention backend {name!r} on {platform}; choose from: auto, {', '.join(_RAGGED)}"
-        )
-    return name
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def ragged_paged_attention(
@@ -48,37 +25,52 @@ def ragged_paged_attention(
     num_decodes: jax.Array,
     num_seqs: jax.Array,
     scale: float,
-    backend: str,
+    backend: Backend,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of one packed batch that mixes decode rows and prefill chunks.
 
-    The keys and values of the batch's own tokens must already stand in the cache. Query head h reads KV head
-    h // (H / K). Sequence s owns the query rows cu_q_lens[s] .. cu_q_lens[s + 1]; they are its last tokens, so
-    query row i of n stands at position seq_lens[s] - n + i and sees every position up to its own.
+    The keys and values of the batch's own tokens must already stand in the cache, which is only read: nothing here
+    aliases or copies it. Query head h reads KV head h // (H / K). Sequence s owns the query rows
+    cu_q_lens[s] .. cu_q_lens[s + 1]; they are its last tokens, so query row i of n stands at position
+    seq_lens[s] - n + i and sees every position up to its own.
 
     Args:
-      q_THd: float; queries, packed. Rows past cu_q_lens[num_seqs] are padding; what they yield is unspecified
-        (finite).
-      k_cache_NKbd, v_cache_NKbd: same dtype as q; slots that no sequence's tokens fill may hold anything, NaN
-        included.
+      q_THd: float32, bfloat16 or float16; queries, packed. Rows past cu_q_lens[num_seqs] are padding; what they
+        yield is unspecified (finite).
+      k_cache_NKbd, v_cache_NKbd: one dtype, that of q, or int8, float8_e4m3fn or float8_e5m2 together with scales.
+        Slots that no sequence's tokens fill may hold anything, NaN included.
       block_tables_SB: int32; entry j of row s holds positions j * b .. (j + 1) * b of sequence s. Entries past the
         sequence's length must be valid block ids (0, the sink, will do).
       seq_lens_S: int32; tokens of each sequence in the cache, this batch's included. 0 marks a padding row.
       cu_q_lens: int32 [S + 1]; cumulative query counts; constant past num_seqs.
-      num_decodes: int32 scalar; the first so many sequences have exactly one query row each. Backends may treat
-        them on a faster path, and are fastest when they are sorted by seq_lens, longest first.
+      num_decodes: int32 scalar; the first so many sequences have exactly one query row each. Backends treat them on a
+        faster path, and the XLA one is fastest when they are sorted by seq_lens, longest first.
       num_seqs: int32 scalar; real sequences.
-      scale: multiplies q . k before the softmax, usually d ** -0.5.
-      backend: as returned by `resolve_backend`.
+      scale: multiplies q . k before the softmax, usually d ** -0.5. Static.
+      backend: from `resolve_backend`. Static.
+      sliding_window: a query sees this many positions at most, its own included. Static.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2). Static.
+      k_scale, v_scale: float32, broadcastable to [N, K]: one scale a block ([N, 1]), a head ([1, K]), or both. What the
+        cache holds is multiplied by it. For a quantised cache only, and needed there.
 
     Returns:
       [T, H, d], dtype of q. Row results depend on that row's own sequence alone: neither on its batch mates nor on
       T, S or B.
 
+    Raises:
+      ValueError: shapes or dtypes that do not fit together; the text names them.
+      NotImplementedError: the backend can't run such a call (`resolve_backend` says so beforehand).
+
     Source: PagedAttention (arXiv 2309.06180); online softmax (arXiv 1805.02867).
     """
-    _check(q_THd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S)
-    return _RAGGED[backend](
+    _check(q_THd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S, sliding_window, k_scale, v_scale)
+    if cu_q_lens.shape != (seq_lens_S.shape[0] + 1,):
+        raise ValueError(f"cu_q_lens {cu_q_lens.shape} for {seq_lens_S.shape[0]} sequences")
+    return module_of(backend).ragged_paged_attention(
         q_THd,
         k_cache_NKbd,
         v_cache_NKbd,
@@ -88,6 +80,11 @@ def ragged_paged_attention(
         num_decodes=num_decodes,
         num_seqs=num_seqs,
         scale=scale,
+        backend=backend,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
@@ -100,15 +97,25 @@ def paged_decode(
     seq_lens_S: jax.Array,
     num_seqs: jax.Array,
     scale: float,
-    backend: str,
+    backend: Backend,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
 ) -> jax.Array:
     """One query row for each sequence: `ragged_paged_attention` where every sequence decodes.
 
+    Args: as there; only the first `num_seqs` rows are attended.
+
     Returns:
-      [S, H, d], dtype of q. Rows with seq_len 0 are 0.
+      [S, H, d], dtype of q. Rows with seq_len 0 and rows from num_seqs on are 0.
+
+    Raises: as there.
+
+    Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
     """
-    _check(q_SHd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S)
-    return _DECODE[backend](
+    _check(q_SHd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S, sliding_window, k_scale, v_scale)
+    return module_of(backend).paged_decode(
         q_SHd,
         k_cache_NKbd,
         v_cache_NKbd,
@@ -116,11 +123,23 @@ def paged_decode(
         seq_lens_S=seq_lens_S,
         num_seqs=num_seqs,
         scale=scale,
+        backend=backend,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 
 def _check(
-    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, tables: jax.Array, seq_lens: jax.Array
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    tables: jax.Array,
+    seq_lens: jax.Array,
+    sliding_window: int | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
 ) -> None:
     if q.ndim != 3 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
@@ -130,9 +149,36 @@ def _check(
         raise ValueError(
             f"q {q.shape} does not match a cache of {k_cache.shape[1]} heads of {k_cache.shape[3]}"
         )
-    if not (q.dtype == k_cache.dtype == v_cache.dtype) or not jnp.issubdtype(q.dtype, jnp.floating):
+    if k_cache.dtype != v_cache.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
-            f"q and caches must share a float dtype, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+            f"expected float queries and caches of one dtype, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
     if tables.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"{tables.shape[0]} block tables for {seq_lens.shape[0]} sequence lengths")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    _check_scales(q, k_cache, k_scale, v_scale)
+
+
+def _check_scales(
+    q: jax.Array, cache: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
+) -> None:
+    if cache.dtype == q.dtype:
+        if k_scale is not None or v_scale is not None:
+            raise ValueError(f"k_scale and v_scale are for a quantised cache, this one is {cache.dtype}")
+        return
+    if str(cache.dtype) not in _QUANTISED:
+        raise ValueError(
+            f"q and caches must share a float dtype, or the cache be one of {', '.join(_QUANTISED)}; "
+            f"got {q.dtype} and {cache.dtype}"
+        )
+    num_blocks, num_kv_heads = cache.shape[:2]
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            raise ValueError(f"a cache of {cache.dtype} needs {name}")
+        fits = scale.ndim == 2 and scale.shape[0] in (1, num_blocks) and scale.shape[1] in (1, num_kv_heads)
+        if not fits or scale.dtype != jnp.float32:
+            raise ValueError(
+                f"{name} must be float32, broadcastable to [{num_blocks}, {num_kv_heads}]; "
+                f"got {scale.dtype} {scale.shape}"
+            )

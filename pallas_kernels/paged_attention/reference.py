@@ -15,23 +15,41 @@ def ragged_paged_attention(
     cu_q_lens: np.ndarray,
     num_seqs: int,
     scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: np.ndarray | None = None,
+    v_scale: np.ndarray | None = None,
 ) -> np.ndarray:
     """See `api.ragged_paged_attention`. Returns float64 [T, H, d]; padding rows are 0."""
     num_heads = q_THd.shape[1]
-    _, num_kv_heads, block_size, _ = k_cache_NKbd.shape
+    num_kv_heads = k_cache_NKbd.shape[1]
     out = np.zeros(q_THd.shape, np.float64)
     for s in range(num_seqs):
         first, end = int(cu_q_lens[s]), int(cu_q_lens[s + 1])
         length = int(seq_lens_S[s])
-        position = np.arange(length)
-        slots = block_tables_SB[s, position // block_size], slice(None), position % block_size
-        keys_LKd = k_cache_NKbd[slots].astype(np.float64)
-        values_LKd = v_cache_NKbd[slots].astype(np.float64)
+        keys_LKd = _sequence(k_cache_NKbd, k_scale, block_tables_SB[s], length)
+        values_LKd = _sequence(v_cache_NKbd, v_scale, block_tables_SB[s], length)
         for row in range(first, end):
             visible = length - (end - row) + 1
+            oldest = max(0, visible - sliding_window) if sliding_window is not None else 0
             for head in range(num_heads):
                 kv_head = head // (num_heads // num_kv_heads)
-                scores = keys_LKd[:visible, kv_head] @ q_THd[row, head].astype(np.float64) * scale
+                scores = keys_LKd[oldest:visible, kv_head] @ q_THd[row, head].astype(np.float64) * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
                 weights = np.exp(scores - scores.max())
-                out[row, head] = (weights / weights.sum()) @ values_LKd[:visible, kv_head]
+                out[row, head] = (weights / weights.sum()) @ values_LKd[oldest:visible, kv_head]
     return out
+
+
+def _sequence(
+    cache_NKbd: np.ndarray, scale: np.ndarray | None, table_B: np.ndarray, length: int
+) -> np.ndarray:
+    """float64 [L, K, d]: one sequence's keys or values, in order and dequantised."""
+    num_blocks, num_kv_heads, block_size, _ = cache_NKbd.shape
+    position = np.arange(length)
+    block = table_B[position // block_size]
+    found = cache_NKbd[block, :, position % block_size].astype(np.float64)
+    if scale is not None:
+        found *= np.broadcast_to(scale, (num_blocks, num_kv_heads))[block][..., None]
+    return found

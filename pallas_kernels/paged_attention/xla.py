@@ -11,12 +11,14 @@ length multiplies by one and adds zero, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.paged_attention.backends import Backend
+from pallas_kernels.paged_attention.prefill_tiles import PrefillTiles, cut_chunks
 
 _DECODE_ROWS = 8  # sequences a decode tile holds
 _FEW_DECODE_ROWS = (
@@ -38,29 +40,31 @@ def ragged_paged_attention(
     num_decodes: jax.Array,
     num_seqs: jax.Array,
     scale: float,
+    backend: Backend,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
 ) -> jax.Array:
     """See `api.ragged_paged_attention`."""
-    num_rows = min(q_THd.shape[0], block_tables_SB.shape[0])
-    decoded = paged_decode(
-        q_THd[:num_rows],
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB=block_tables_SB[:num_rows],
-        seq_lens_S=seq_lens_S[:num_rows],
-        num_seqs=num_decodes,
-        scale=scale,
+    num_tokens = q_THd.shape[0]
+    num_rows = min(num_tokens, block_tables_SB.shape[0])
+    context = _Context(
+        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window=sliding_window, soft_cap=soft_cap
     )
-    out_THd = jnp.pad(decoded, ((0, q_THd.shape[0] - num_rows), (0, 0), (0, 0)))
-    return _prefill_tiles(
-        out_THd,
-        q_THd,
-        partial(_attend_tile, k_cache_NKbd, v_cache_NKbd, scale),
-        block_tables_SB,
-        seq_lens_S,
-        cu_q_lens,
-        num_decodes,
-        num_seqs,
+    decoded = _decode_tiles(
+        q_THd[:num_rows], context, block_tables_SB[:num_rows], seq_lens_S[:num_rows], num_decodes
     )
+    out_THd = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
+    tiles = cut_chunks(
+        num_tokens=num_tokens,
+        rows=min(_PREFILL_ROWS, num_tokens),
+        seq_lens_S=seq_lens_S,
+        cu_q_lens=cu_q_lens,
+        num_decodes=num_decodes,
+        num_seqs=num_seqs,
+    )
+    return _prefill_tiles(out_THd, q_THd, context, block_tables_SB, tiles)
 
 
 def paged_decode(
@@ -72,21 +76,48 @@ def paged_decode(
     seq_lens_S: jax.Array,
     num_seqs: jax.Array,
     scale: float,
+    backend: Backend,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
 ) -> jax.Array:
     """See `api.paged_decode`."""
+    context = _Context(
+        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window=sliding_window, soft_cap=soft_cap
+    )
+    return _decode_tiles(q_SHd, context, block_tables_SB, seq_lens_S, num_seqs)
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What every tile reads, see `api.ragged_paged_attention`."""
+
+    k_cache_NKbd: jax.Array
+    v_cache_NKbd: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+
+
+def _decode_tiles(
+    q_SHd: jax.Array, context: _Context, tables_SB: jax.Array, seq_lens_S: jax.Array, num_seqs: jax.Array
+) -> jax.Array:
+    """[S, H, d]: the first `num_seqs` rows attended, the rest 0."""
     num_rows = q_SHd.shape[0]
     rows = _DECODE_ROWS if num_rows > _FEW_DECODE_ROWS else _FEW_DECODE_ROWS
     extra = -num_rows % rows  # a slice past the end would be clamped onto other rows
     q = jnp.pad(q_SHd, ((0, extra), (0, 0), (0, 0)))
-    tables = jnp.pad(block_tables_SB, ((0, extra), (0, 0)))
-    last = jnp.pad(seq_lens_S, (0, extra)) - 1
+    tables = jnp.pad(tables_SB, ((0, extra), (0, 0)))
+    real = lax.iota(jnp.int32, num_rows) < num_seqs
+    last = jnp.pad(jnp.where(real, seq_lens_S, 0), (0, extra)) - 1
 
     def tile(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * rows
         attended = _attend_tile(
-            k_cache_NKbd,
-            v_cache_NKbd,
-            scale,
+            context,
             _rows_from(q, start, rows)[:, None],
             _rows_from(tables, start, rows),
             _rows_from(last, start, rows)[:, None],
@@ -98,40 +129,22 @@ def paged_decode(
 
 
 def _prefill_tiles(
-    out_THd: jax.Array,
-    q_THd: jax.Array,
-    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    tables_SB: jax.Array,
-    seq_lens_S: jax.Array,
-    cu_q_lens: jax.Array,
-    num_decodes: jax.Array,
-    num_seqs: jax.Array,
+    out_THd: jax.Array, q_THd: jax.Array, context: _Context, tables_SB: jax.Array, tiles: PrefillTiles
 ) -> jax.Array:
-    """`out_THd` with the rows of every sequence from `num_decodes` on filled in."""
-    num_tokens, num_sequences = q_THd.shape[0], tables_SB.shape[0]
+    """`out_THd` with the rows of every prefill chunk filled in."""
+    num_tokens = q_THd.shape[0]
     rows = min(_PREFILL_ROWS, num_tokens)
     # Room for a tile that starts at the last token: slices must never be clamped.
     q = jnp.pad(q_THd, ((0, rows), (0, 0), (0, 0)))
     out = jnp.pad(out_THd, ((0, rows), (0, 0), (0, 0)))
-    sequence = lax.iota(jnp.int32, num_sequences)
-    q_len_S = jnp.where((sequence >= num_decodes) & (sequence < num_seqs), cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    tiles_S = lax.div(q_len_S + (rows - 1), rows)
-    tiles_end_S = jnp.cumsum(tiles_S)
-    # What each tile works on, for as many tiles as this shape can have. The same in every layer of a model.
-    most_tiles = min(num_tokens, num_sequences + num_tokens // rows)
-    tile_M = lax.iota(jnp.int32, most_tiles)
-    owner_M = jnp.minimum((tile_M[:, None] >= tiles_end_S).sum(-1, dtype=jnp.int32), num_sequences - 1)
-    offset_M = (tile_M - (tiles_end_S - tiles_S)[owner_M]) * rows
-    start_M = cu_q_lens[owner_M] + offset_M
-    position_M = (seq_lens_S - q_len_S)[owner_M] + offset_M  # of the tile's first row
-    real_M = jnp.minimum(q_len_S[owner_M] - offset_M, rows)
-    tile_facts_M4 = jnp.stack([owner_M, start_M, position_M, real_M], axis=1)
+    tile_facts_M4 = jnp.stack([tiles.owner_M, tiles.start_M, tiles.position_M, tiles.rows_M], axis=1)
     row = lax.iota(jnp.int32, rows)
 
     def tile(index: jax.Array, out: jax.Array) -> jax.Array:
         owner, start, position, num_real = _row(tile_facts_M4, index)
         real = row < num_real
-        attended = attend(
+        attended = _attend_tile(
+            context,
             _rows_from(q, start, rows)[None],
             _rows_from(tables_SB, owner, 1),
             jnp.where(real, position + row, -1)[None],
@@ -139,23 +152,18 @@ def _prefill_tiles(
         merged = jnp.where(real[:, None, None], attended.astype(out.dtype), _rows_from(out, start, rows))
         return _set_rows_from(out, merged, start)
 
-    return lax.fori_loop(0, tiles_end_S[-1], tile, out)[:num_tokens]
+    return lax.fori_loop(0, tiles.count, tile, out)[:num_tokens]
 
 
 def _attend_tile(
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    scale: float,
-    q_RQHd: jax.Array,
-    table_RB: jax.Array,
-    q_position_RQ: jax.Array,
+    context: _Context, q_RQHd: jax.Array, table_RB: jax.Array, q_position_RQ: jax.Array
 ) -> jax.Array:
     """Attention of R sequences with Q query rows each. A row at position -1 is padding and yields 0.
 
     Returns: float32 [R, Q, H, d].
     """
     num_rows, num_queries, num_heads, head_dim = q_RQHd.shape
-    _, num_kv_heads, block_size, _ = k_cache_NKbd.shape
+    _, num_kv_heads, block_size, _ = context.k_cache_NKbd.shape
     group = num_heads // num_kv_heads
     blocks = max(1, min(_WINDOW_TOKENS // block_size, table_RB.shape[1]))
     window = blocks * block_size
@@ -177,28 +185,45 @@ def _attend_tile(
             table, (0, index * blocks), (num_rows, blocks), allow_negative_indices=False
         )
 
-        def gather(cache: jax.Array) -> jax.Array:
+        def gather(cache: jax.Array, scale: jax.Array | None) -> jax.Array:
             found = cache.at[block_ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+            if scale is not None:
+                by_block = (
+                    jnp.broadcast_to(scale, cache.shape[:2]).at[block_ids].get(mode="promise_in_bounds")
+                )
+                found = (found.astype(jnp.float32) * by_block[..., None, None]).astype(q.dtype)
             return found.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, window, head_dim)
 
         key_position = index * window + in_window
-        visible = (key_position <= last_visible_RM[:, :, None])[:, None]
+        visible = key_position <= last_visible_RM[:, :, None]
+        if context.sliding_window is not None:
+            visible &= key_position > last_visible_RM[:, :, None] - context.sliding_window
+        visible = visible[:, None]
         # Slots past the last token may hold NaN, and 0 * NaN is NaN: their values are cleared.
         filled = (key_position <= last_filled_R1)[:, None, :, None]
-        scores = product("rkmd,rkwd->rkmw", q, gather(k_cache_NKbd)) * scale
+        scores = product("rkmd,rkwd->rkmw", q, gather(context.k_cache_NKbd, context.k_scale)) * context.scale
+        if context.soft_cap is not None:
+            scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
         scores = jnp.where(visible, scores, _MASKED)
         new_peak = jnp.maximum(peak, scores.max(-1))
         decay = jnp.exp(peak - new_peak)
         # A window without a visible key must add nothing, also while the peak still is _MASKED.
         weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
-        values = jnp.where(filled, gather(v_cache_NKbd), 0)
+        values = jnp.where(filled, gather(context.v_cache_NKbd, context.v_scale), 0)
         added = product("rkmw,rkwd->rkmd", weights.astype(q.dtype), values)
         return acc * decay[..., None] + added, new_peak, total * decay + weights.sum(-1)
 
     per_row = q.shape[:3]
     init = (jnp.zeros(q.shape, jnp.float32), jnp.full(per_row, _MASKED), jnp.zeros(per_row))
-    steps = lax.div(last_filled_R1.max() + window, window)
-    acc, _, total = lax.fori_loop(0, steps, step, init)
+    first: jax.Array | int = 0
+    if context.sliding_window is not None:
+        # The oldest position that any real row sees; padding rows (-1) must not pull it down.
+        oldest = jnp.where(
+            q_position_RQ >= 0, q_position_RQ - (context.sliding_window - 1), jnp.iinfo("int32").max
+        )
+        first = lax.div(jnp.maximum(oldest.min(), 0), window)
+    end = lax.div(last_filled_R1.max() + window, window)
+    acc, _, total = lax.fori_loop(first, end, step, init)
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(num_rows, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_rows, num_queries, num_heads, head_dim)

@@ -1,0 +1,119 @@
+"""The XLA backend against the float64 reference, with NaN in every slot that no token fills."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention.backends import XLA
+from tests.pallas_kernels.problems import (
+    appended_to,
+    expected,
+    in_dtype,
+    make_problem,
+    padded_to,
+    quantised,
+    run,
+    run_decode,
+)
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 31, 32, 33, 70])), min_size=1, max_size=11
+)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "block_size"), [(1, 1, 8), (2, 3, 16), (3, 4, 32), (1, 7, 8), (2, 8, 16)]
+)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
+def test_matches_reference(kv_heads, group, block_size, seed, lengths) -> None:
+    _check_random(kv_heads, group, block_size, seed, lengths)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(1, None), (17, None), (128, 3.0), (200, None), (None, 1.5)])
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
+def test_sliding_window_and_soft_cap(window, cap, seed, lengths) -> None:
+    _check_random(2, 3, 16, seed, lengths, sliding_window=window, soft_cap=cap)
+
+
+def _check_random(kv_heads, group, block_size, seed, lengths, **features) -> None:
+    problem = make_problem(
+        np.random.default_rng(seed),
+        contexts=[context for context, _ in lengths],
+        query_lens=[queries for _, queries in lengths],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=16,
+        block_size=block_size,
+    )
+    problem = dataclasses.replace(problem, **features)
+    out = run(padded_to(problem, tokens=11 * 70 + 6, seqs=12, width=30, blocks=11 * 28 + 4), XLA)
+    assert np.isfinite(out).all(), "padding rows must be finite as well"
+    real = problem.cu_q_lens[problem.num_seqs]
+    np.testing.assert_allclose(out[:real], expected(problem)[:real], atol=4e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("context", [0, 127, 128, 129, 255, 256, 1000])
+def test_half_precision_and_window_edges(context: int, dtype: str) -> None:
+    rng = np.random.default_rng(context)
+    problem = make_problem(
+        rng, contexts=[context, 5], query_lens=[1, 40], heads=9, kv_heads=3, head_dim=64, block_size=32
+    )
+    problem = in_dtype(problem, dtype)
+    truth = expected(problem)
+    assert np.abs(run(problem, XLA) - truth).max() <= 1e-2 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("per", ["block", "head", "both"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantised_caches(kv_dtype: str, per: str) -> None:
+    rng = np.random.default_rng(5)
+    problem = make_problem(
+        rng, contexts=[300, 7, 20], query_lens=[1, 1, 40], heads=6, kv_heads=2, head_dim=32, block_size=16
+    )
+    problem = quantised(problem, kv_dtype, rng, per=per)
+    truth = expected(problem)
+    np.testing.assert_allclose(run(problem, XLA), truth, atol=4e-6 * np.abs(truth).max(), rtol=0)
+    halved = dataclasses.replace(in_dtype(problem, "bfloat16"), kv_dtype=kv_dtype)
+    truth = expected(halved)
+    assert np.abs(run(halved, XLA) - truth).max() <= 1e-2 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("query_len", [1, 37])
+def test_a_row_does_not_depend_on_its_batch_mates(query_len: int, window: int | None) -> None:
+    """Bit for bit: alone, last of many, in other paddings."""
+    rng = np.random.default_rng(7)
+    shape = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 32}
+    alone = make_problem(rng, contexts=[333], query_lens=[query_len], pad_tokens=3, **shape)
+    mates = make_problem(rng, contexts=[600, 1, 90, 411], query_lens=[1, 1, 1, 50], **shape)
+    alone, mates = (dataclasses.replace(problem, sliding_window=window) for problem in (alone, mates))
+    together, row = appended_to(mates, alone)
+    np.testing.assert_array_equal(run(alone, XLA)[:query_len], run(together, XLA)[row : row + query_len])
+
+
+def test_decode_is_the_ragged_case_of_single_rows() -> None:
+    problem = make_problem(
+        np.random.default_rng(3),
+        contexts=[0, 7, 8, 300, 31],
+        query_lens=[1] * 5,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        block_size=8,
+        pad_seqs=3,
+        pad_tokens=3,
+    )
+    out = run_decode(problem, XLA)
+    np.testing.assert_allclose(out[:5], expected(problem)[:5], atol=3e-6, rtol=0)
+    assert not out[5:].any()
+    fewer = run_decode(dataclasses.replace(problem, num_seqs=2), XLA)
+    np.testing.assert_array_equal(fewer[:2], out[:2])
+    assert not fewer[2:].any(), "rows from num_seqs on are 0"
