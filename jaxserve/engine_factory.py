@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, resolve
+from jaxserve.device.attention import choose_attention
 from jaxserve.device.memory import plan_num_blocks
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.engine import EngineCore
-from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
-from pallas_kernels.paged_attention import resolve_backend
 
 
 def create_engine(
@@ -42,7 +41,7 @@ def create_engine(
     progress = progress or NullProgress()
     checkpoint = open_checkpoint(resolve_model(str(model), store=store or default_store(), progress=progress))
     config = resolve(options, checkpoint.config, platform=jax.default_backend())
-    _check_backend(config.attention_backend)
+    attention = choose_attention(checkpoint.config, config)  # early: an error should cost no time
     params = checkpoint.load_params(jnp.dtype(config.dtype), progress=progress)
     num_blocks = plan_num_blocks(options, config, checkpoint.config)
     buckets = default_buckets(config)
@@ -50,6 +49,7 @@ def create_engine(
         checkpoint.config,
         config,
         params,
+        attention=attention,
         num_blocks=num_blocks,
         buckets=buckets,
         cache_directory=_cache_directory(options),
@@ -66,14 +66,6 @@ def create_engine(
         buckets=buckets,
         num_blocks=num_blocks,
     )
-
-
-def _check_backend(name: str) -> None:
-    """Before anything is loaded: a wrong name should cost no time."""
-    try:
-        resolve_backend(name, platform=jax.default_backend())
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _cache_directory(options: EngineConfig) -> Path | None:

@@ -21,6 +21,7 @@ from jaxserve.batch.buckets import ShapeBuckets, default_buckets
 from jaxserve.batch.builder import HostBatch, build_batch
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, GenerationDefaults, ModelConfig, ResolvedConfig, resolve
+from jaxserve.device.attention import choose_attention
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.engine import EngineCore
 from jaxserve.models.random_weights import init_random
@@ -158,6 +159,7 @@ def serve(
         model,
         config,
         params,
+        attention=choose_attention(model, config),
         num_blocks=num_blocks + SOLO_SEQUENCES * config.max_blocks_per_seq,
         buckets=buckets,
         cache_directory=cache_directory,

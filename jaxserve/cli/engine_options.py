@@ -94,7 +94,12 @@ Scheduler = Annotated[
     ),
 ]
 AttentionBackend = Annotated[
-    str, typer.Option(help="auto, or the name of an attention backend.", rich_help_panel=PANEL)
+    str,
+    typer.Option(
+        help="auto, xla, pallas-mosaic-gpu or pallas-triton; pallas-interpret runs a GPU kernel's code slowly "
+        "on a CPU.",
+        rich_help_panel=PANEL,
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)

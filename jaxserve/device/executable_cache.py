@@ -139,10 +139,11 @@ def _cpu_features() -> str:
 
 
 def hash_sources(sources: Iterable[Path]) -> str:
-    """One digest of every Python file in these folders, and of these files."""
+    """One digest of every Python and JSON file (tables that code reads) in these folders, and of these files."""
     digest = hashlib.sha256()
     for source in sources:
-        for file in sorted(source.rglob("*.py")) if source.is_dir() else [source]:
+        found = [file for file in source.rglob("*") if file.suffix in (".py", ".json")]
+        for file in sorted(found) if source.is_dir() else [source]:
             content = hashlib.sha256(file.read_bytes()).hexdigest()
             digest.update(f"{file.relative_to(source.parent)} {content}\n".encode())
     return digest.hexdigest()

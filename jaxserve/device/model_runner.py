@@ -37,7 +37,7 @@ from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
-from pallas_kernels.paged_attention import ragged_paged_attention, resolve_backend
+from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
 _COPY_BLOCKS = "copy_blocks"
 _LOAD_ROW = "load_row"
@@ -48,6 +48,7 @@ class ModelRunner:
 
     Args:
       params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
+      attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
       cache_directory: where compiled programs are kept between starts; None keeps none.
     """
@@ -58,6 +59,7 @@ class ModelRunner:
         config: ResolvedConfig,
         params: dict[Any, Any],
         *,
+        attention: Backend,
         num_blocks: int,
         buckets: ShapeBuckets,
         cache_directory: Path | None,
@@ -67,12 +69,8 @@ class ModelRunner:
         abstract = nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)
         nnx.replace_by_pure_dict(state, params)
-        platform = jax.default_backend()
-        attention_options = {
-            "scale": model.head_dim**-0.5,
-            "backend": resolve_backend(config.attention_backend, platform=platform),
-        }
-        rows_at_once = 1 if platform == "cpu" else config.max_num_seqs
+        attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
+        rows_at_once = 1 if jax.default_backend() == "cpu" else config.max_num_seqs
         self.padding_row = config.max_num_seqs
         self._buckets = buckets
         self._params = state
@@ -81,12 +79,14 @@ class ModelRunner:
             sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
         )
         # A jit of its own, so that a step traces attention once and not once a layer.
-        attention = jax.jit(partial(ragged_paged_attention, **attention_options))
-        self._step = partial(serve_step, graphdef, attention, rows_at_once)
+        attend = jax.jit(partial(ragged_paged_attention, **attention_options))
+        self._step = partial(serve_step, graphdef, attend, rows_at_once)
         self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._load_or_compile)
         self._compile_counter = CompileCounter()
         self._cache = None
-        if cache_directory is not None:
+        if (
+            cache_directory is not None and not attention.interpret
+        ):  # an interpreter's callbacks can't be stored
             # The pool's size is part of the arrays' shapes; limits that only steer the host are not.
             configs = {
                 "model": model,

@@ -68,14 +68,17 @@ def shape_class(spec: AttentionSpec, device: DeviceFacts) -> ShapeClass:
     return ShapeClass(name, spec.head_dim, jnp.dtype(spec.kv_dtype).itemsize)
 
 
-def find_config(backend: str, shape: ShapeClass) -> TuningConfig:
-    """The table's row for a shape class, or the nearest: the same number size, then the next larger head, then any
-    capability.
+Table = list[tuple[str, ShapeClass, TuningConfig]]
+
+
+def find_config(backend: str, shape: ShapeClass, *, table: Table | None = None) -> TuningConfig:
+    """The table's row for a shape class, or the nearest: numbers of the same size, the next larger head, then the
+    same compute capability before "any" before another.
 
     Raises:
       NotImplementedError: the backend has no row for numbers of this size or heads this large.
     """
-    rows = [(key, config) for name, key, config in read_table() if name == backend]
+    rows = [(key, config) for name, key, config in table or read_table() if name == backend]
     fitting = [row for row in rows if row[0].kv_bytes == shape.kv_bytes and row[0].head_dim >= shape.head_dim]
     if not fitting:
         raise NotImplementedError(
@@ -83,12 +86,13 @@ def find_config(backend: str, shape: ShapeClass) -> TuningConfig:
         )
 
     def distance(row: tuple[ShapeClass, TuningConfig]) -> tuple[int, int]:
-        return row[0].head_dim, row[0].compute_capability != shape.compute_capability
+        capabilities = (shape.compute_capability, "any", row[0].compute_capability)
+        return row[0].head_dim, capabilities.index(row[0].compute_capability)
 
     return min(fitting, key=distance)[1]
 
 
-def read_table(path: Path = TABLE) -> list[tuple[str, ShapeClass, TuningConfig]]:
+def read_table(path: Path = TABLE) -> Table:
     """Every row as (backend, class, configuration)."""
     return [
         (row["backend"], ShapeClass(**row["shape"]), TuningConfig(**row["config"]))
@@ -96,7 +100,7 @@ def read_table(path: Path = TABLE) -> list[tuple[str, ShapeClass, TuningConfig]]
     ]
 
 
-def write_table(rows: list[tuple[str, ShapeClass, TuningConfig]], path: Path = TABLE) -> None:
+def write_table(rows: Table, path: Path = TABLE) -> None:
     """Replace the table."""
     data = [
         {"backend": backend, "shape": dataclasses.asdict(shape), "config": dataclasses.asdict(config)}

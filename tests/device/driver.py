@@ -15,6 +15,7 @@ from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.request import Request
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from pallas_kernels.paged_attention import XLA
 from tests.fakes import make_config
 
 MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 2, 4, 2, 8, 128, tie_word_embeddings=True)
@@ -25,7 +26,13 @@ NUM_BLOCKS = 4000  # a layer's keys weigh more than all of a step's temporaries
 
 
 def make_runner(**changes: Any) -> ModelRunner:
-    arguments = {"num_blocks": NUM_BLOCKS, "buckets": BUCKETS, "cache_directory": None, **changes}
+    arguments = {
+        "attention": XLA,
+        "num_blocks": NUM_BLOCKS,
+        "buckets": BUCKETS,
+        "cache_directory": None,
+        **changes,
+    }
     model = arguments.pop("model", MODEL)
     config = arguments.pop("config", CONFIG)
     return ModelRunner(model, config, init_random(model, jnp.dtype(config.dtype)), **arguments)

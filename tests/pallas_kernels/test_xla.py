@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention.backends import XLA
+from pallas_kernels.paged_attention import XLA
 from tests.pallas_kernels.problems import (
     appended_to,
     expected,

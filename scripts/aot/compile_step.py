@@ -1,0 +1,100 @@
+"""Compiles the whole `serve_step` of a `StepCase` from abstract weights: the same program that the engine compiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.layout import packed_size
+from jaxserve.config import EngineConfig, resolve
+from jaxserve.device import kv_cache
+from jaxserve.device.sampling import init_state
+from jaxserve.device.step import DeviceState, serve_step
+from jaxserve.models.registry import get_family
+from pallas_kernels.paged_attention import AttentionSpec, ragged_paged_attention, resolve_backend
+from scripts.aot import hlo
+from scripts.aot.cases import StepCase
+from scripts.aot.deviceless import Compiled, compile_for
+from scripts.aot.models import MODELS
+from scripts.aot.targets import TARGETS
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What matters of a compiled step.
+
+    Attributes:
+      arguments, temporaries, aliased: bytes, from XLA's memory analysis.
+      state: bytes of the donated state, all of which has to be aliased.
+      caches: bytes of the KV cache.
+      copies: instructions that make an array as large as a layer's keys.
+      attention_calls: Pallas kernels that the program launches.
+    """
+
+    arguments: int
+    temporaries: int
+    aliased: int
+    state: int
+    caches: int
+    copies: list[str]
+    attention_calls: int
+
+
+def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
+    """Compile the step and look at the result."""
+    target, model = TARGETS[case.target], MODELS[case.model]
+    options = EngineConfig(
+        max_model_len=case.context,
+        max_num_seqs=case.seqs,
+        max_num_batched_tokens=max(case.tokens, 2048),
+        block_size=BLOCK_SIZE,
+    )
+    config = resolve(options, model, platform="gpu")
+    dtype = jnp.dtype(config.dtype)
+    spec = AttentionSpec(
+        model.num_heads, model.num_kv_heads, model.head_dim, BLOCK_SIZE, config.dtype, config.dtype
+    )
+    backend = resolve_backend(case.backend, spec=spec, device=target.facts)
+    build = get_family(model.architecture).build
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0))))
+    num_blocks = case.seqs * config.max_blocks_per_seq
+    state = jax.eval_shape(
+        lambda: DeviceState(
+            kv_cache.allocate(model, num_blocks, BLOCK_SIZE, dtype),
+            init_state(case.seqs + 1, model.vocab_size),
+        )
+    )
+    bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
+    attention = jax.jit(partial(ragged_paged_attention, scale=model.head_dim**-0.5, backend=backend))
+    packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
+    compiled = compile_for(
+        target,
+        partial(serve_step, graphdef, attention, case.seqs, bucket),
+        (params, state, packed),
+        donate=(1,),
+    )
+    return compiled, _facts(compiled, state)
+
+
+def _facts(compiled: Compiled, state: DeviceState) -> StepFacts:
+    text = compiled.executable.as_text()
+    memory = compiled.executable.memory_analysis()
+    of = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+    layer = math.prod(state.kv_cache.k[0].shape)
+    return StepFacts(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        state=of(state),
+        caches=of(state.kv_cache),
+        copies=hlo.large_arrays_made(text, layer),
+        attention_calls=sum(hlo.is_pallas_call(line) for line in text.splitlines()),
+    )
