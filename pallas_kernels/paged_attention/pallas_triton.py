@@ -2,7 +2,8 @@
 
 JAX deprecates that backend: nothing outside the `pallas_triton*` files may depend on it.
 
-Decode rows: one program for each (sequence, KV head, split of the context), their results combined by `split_k`.
+Decode rows: one program for each (sequence, KV head, split of the context), cut by `split_k`; then
+one for each (sequence, query head) that combines the splits' results.
 Prefill chunks: one program for each (tile of query tokens, KV head), written into the memory in which the decoded rows
 already stand. Both kernels are always launched, since which rows decode is data; a program that has nothing to do exits
 at once. The caches are only read, never copied.
@@ -10,6 +11,7 @@ at once. The caches are only read, never copied.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -21,19 +23,21 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.paged_attention.backends import Backend
 from pallas_kernels.paged_attention.pallas_triton_kernels import (
     TileShape,
+    combine_kernel,
     decode_kernel,
     padded,
     prefill_kernel,
 )
-from pallas_kernels.paged_attention.prefill_tiles import cut_chunks
+from pallas_kernels.paged_attention.prefill_tiles import PrefillTiles, cut_chunks
 from pallas_kernels.paged_attention.spec import AttentionSpec, DeviceFacts
-from pallas_kernels.paged_attention.split_k import combine, cut_rows
+from pallas_kernels.paged_attention.split_k import cut_rows
 from pallas_kernels.paged_attention.tuning import TuningConfig
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 _MOST_HEAD_DIM = 256
 _MOST_GROUP = 64
+_COMBINE_WARPS = 4
 
 
 def check(spec: AttentionSpec, device: DeviceFacts, *, interpret: bool) -> None:
@@ -89,62 +93,25 @@ def ragged_paged_attention(
     """See `api.ragged_paged_attention`. Padding rows are 0."""
     num_tokens = q_THd.shape[0]
     num_rows = min(num_tokens, block_tables_SB.shape[0])
-    decoded = paged_decode(
-        q_THd[:num_rows],
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB=block_tables_SB[:num_rows],
-        seq_lens_S=seq_lens_S[:num_rows],
-        num_seqs=num_decodes,
-        scale=scale,
-        backend=backend,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    out_THd = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
     tuning = _tuning(backend)
-    group = q_THd.shape[1] // k_cache_NKbd.shape[1]
-    matrix_rows = max(padded(group), padded(tuning.prefill_block_q))
-    tile_tokens = matrix_rows // group
+    context = _context(block_tables_SB, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale)
+    decode_shape = _decode_shape(q_THd, k_cache_NKbd, scale, sliding_window, soft_cap, backend)
+    onto = jnp.zeros_like(q_THd) if num_tokens > num_rows else None
+    out_THd = _decode(q_THd, context, seq_lens_S[:num_rows], num_decodes, decode_shape, backend, onto)
+    shape = dataclasses.replace(
+        decode_shape,
+        matrix_rows=max(decode_shape.matrix_rows, padded(tuning.prefill_block_q)),
+        block_k=tuning.prefill_block_k,
+    )
     tiles = cut_chunks(
         num_tokens=num_tokens,
-        rows=tile_tokens,
+        rows=shape.matrix_rows // shape.group,
         seq_lens_S=seq_lens_S,
         cu_q_lens=cu_q_lens,
         num_decodes=num_decodes,
         num_seqs=num_seqs,
     )
-    shape = TileShape(
-        group=group,
-        matrix_rows=matrix_rows,
-        head_dim=q_THd.shape[2],
-        block_size=k_cache_NKbd.shape[2],
-        block_k=tuning.prefill_block_k,
-        value_dtype=_value_dtype(q_THd, k_cache_NKbd),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-    )
-    operands = (
-        tiles.owner_M,
-        tiles.start_M,
-        tiles.position_M,
-        tiles.rows_M,
-        q_THd,
-        *_context(block_tables_SB, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale),
-        out_THd,
-    )
-    return pl.pallas_call(
-        functools.partial(prefill_kernel, shape=shape),
-        out_shape=jax.ShapeDtypeStruct(out_THd.shape, out_THd.dtype),
-        grid=(tiles.owner_M.shape[0], k_cache_NKbd.shape[1]),
-        input_output_aliases={len(operands) - 1: 0},
-        compiler_params=plt.CompilerParams(num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages),
-        interpret=backend.interpret,
-        name="paged_prefill",
-    )(*operands)
+    return _prefill(q_THd, context, tiles, shape, backend, out_THd)
 
 
 def paged_decode(
@@ -163,28 +130,35 @@ def paged_decode(
     v_scale: jax.Array | None,
 ) -> jax.Array:
     """See `api.paged_decode`."""
-    num_rows, num_heads, head_dim = q_SHd.shape
-    num_kv_heads = k_cache_NKbd.shape[1]
+    shape = _decode_shape(q_SHd, k_cache_NKbd, scale, sliding_window, soft_cap, backend)
+    context = _context(block_tables_SB, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale)
+    return _decode(q_SHd, context, seq_lens_S, num_seqs, shape, backend, None)
+
+
+def _decode(
+    q_THd: jax.Array,
+    context: tuple[jax.Array, ...],
+    seq_lens_S: jax.Array,
+    num_decodes: jax.Array,
+    shape: TileShape,
+    backend: Backend,
+    onto_THd: jax.Array | None,
+) -> jax.Array:
+    """[T, H, d]: the first S rows attended, 0 from `num_decodes` on; the rows after S as in `onto_THd` (consumed).
+
+    Args:
+      context: see `_context`.
+    """
+    num_heads, head_dim = q_THd.shape[1:]
+    num_rows = seq_lens_S.shape[0]
     tuning = _tuning(backend)
-    lens_S = jnp.where(lax.iota(jnp.int32, num_rows) < num_seqs, seq_lens_S, 0)
+    lens_S = jnp.where(lax.iota(jnp.int32, num_rows) < num_decodes, seq_lens_S, 0)
     splits = cut_rows(
         lens_S,
-        block_k=tuning.decode_block_k,
+        block_k=shape.block_k,
         split_tokens=tuning.split_tokens,
         max_splits=backend.max_splits,
-        sliding_window=sliding_window,
-    )
-    group = num_heads // num_kv_heads
-    shape = TileShape(
-        group=group,
-        matrix_rows=padded(group),
-        head_dim=head_dim,
-        block_size=k_cache_NKbd.shape[2],
-        block_k=tuning.decode_block_k,
-        value_dtype=_value_dtype(q_SHd, k_cache_NKbd),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
+        sliding_window=shape.sliding_window,
     )
     per_head = (backend.max_splits, num_rows, num_heads)
     partial, peak, total = pl.pallas_call(
@@ -194,19 +168,67 @@ def paged_decode(
             jax.ShapeDtypeStruct(per_head, jnp.float32),
             jax.ShapeDtypeStruct(per_head, jnp.float32),
         ],
-        grid=(num_rows, num_kv_heads, backend.max_splits),
+        grid=(num_rows, num_heads // shape.group, backend.max_splits),
         compiler_params=plt.CompilerParams(num_warps=tuning.decode_warps, num_stages=tuning.decode_stages),
         interpret=backend.interpret,
         name="paged_decode",
-    )(
-        splits.first_tile,
-        splits.end_tile,
-        splits.tiles_per_split,
-        lens_S,
-        q_SHd,
-        *_context(block_tables_SB, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale),
+    )(splits.first_tile, splits.end_tile, splits.tiles_per_split, lens_S, q_THd, *context)
+    operands = (splits.num_splits, partial, peak, total)
+    return pl.pallas_call(
+        functools.partial(combine_kernel, padded_dim=shape.padded_dim),
+        out_shape=jax.ShapeDtypeStruct(q_THd.shape, q_THd.dtype),
+        grid=(num_rows, num_heads),
+        input_output_aliases={} if onto_THd is None else {len(operands): 0},
+        compiler_params=plt.CompilerParams(num_warps=_COMBINE_WARPS, num_stages=1),
+        interpret=backend.interpret,
+        name="combine_splits",
+    )(*operands, *([] if onto_THd is None else [onto_THd]))
+
+
+def _prefill(
+    q_THd: jax.Array,
+    context: tuple[jax.Array, ...],
+    tiles: PrefillTiles,
+    shape: TileShape,
+    backend: Backend,
+    onto_THd: jax.Array,
+) -> jax.Array:
+    """`onto_THd` (consumed) with the rows of every prefill chunk filled in."""
+    tuning = _tuning(backend)
+    facts = (tiles.owner_M, tiles.start_M, tiles.position_M, tiles.rows_M)
+    operands = (*facts, q_THd, *context, onto_THd)
+    return pl.pallas_call(
+        functools.partial(prefill_kernel, shape=shape),
+        out_shape=jax.ShapeDtypeStruct(onto_THd.shape, onto_THd.dtype),
+        grid=(tiles.owner_M.shape[0], q_THd.shape[1] // shape.group),
+        input_output_aliases={len(operands) - 1: 0},
+        compiler_params=plt.CompilerParams(num_warps=tuning.prefill_warps, num_stages=tuning.prefill_stages),
+        interpret=backend.interpret,
+        name="paged_prefill",
+    )(*operands)
+
+
+def _decode_shape(
+    q: jax.Array,
+    k_cache_NKbd: jax.Array,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    backend: Backend,
+) -> TileShape:
+    """What a decode program works on: the query heads of one KV head."""
+    group = q.shape[1] // k_cache_NKbd.shape[1]
+    return TileShape(
+        group=group,
+        matrix_rows=padded(group),
+        head_dim=q.shape[2],
+        block_size=k_cache_NKbd.shape[2],
+        block_k=_tuning(backend).decode_block_k,
+        value_dtype=_value_dtype(q, k_cache_NKbd),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
-    return combine(partial, peak, total, splits.num_splits).astype(q_SHd.dtype)
 
 
 def _context(

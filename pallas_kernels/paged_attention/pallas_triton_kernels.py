@@ -132,6 +132,29 @@ def decode_kernel(
         plt.store(total_CSH.at[split, sequence, head], total, mask=real)
 
 
+def combine_kernel(
+    num_splits_S: Ref, partial_CSHd: Ref, peak_CSH: Ref, total_CSH: Ref, *refs: Ref, padded_dim: int
+) -> None:
+    """Program (s, h): head h of row s of the output [S or more, H, d], the last of `refs`, from its splits' results.
+
+    What `split_k.combine` computes, but all splits at once, and none that the row does not have is read. The sums'
+    order depends on static sizes only.
+    """
+    out_SHd = refs[-1]
+    max_splits, head_dim = partial_CSHd.shape[0], partial_CSHd.shape[3]
+    sequence, head = pl.program_id(0), pl.program_id(1)
+    split = lax.iota(jnp.int32, 1 << (max_splits - 1).bit_length())
+    column = lax.iota(jnp.int32, padded_dim)
+    real = split < num_splits_S[sequence]
+    inside = real[:, None] & (column < head_dim)[None, :]
+    peak = plt.load(peak_CSH.at[split, sequence, head], mask=real, other=-jnp.inf)
+    weight = jnp.exp2(peak - jnp.maximum(peak.max(axis=0), _NO_PEAK))
+    total = (plt.load(total_CSH.at[split, sequence, head], mask=real, other=0) * weight).sum(axis=0)
+    partial = plt.load(partial_CSHd.at[split[:, None], sequence, head, column[None, :]], mask=inside, other=0)
+    out = (partial * weight[:, None]).sum(axis=0) / jnp.where(total > 0, total, 1.0)
+    plt.store(out_SHd.at[sequence, head, column], out.astype(out_SHd.dtype), mask=column < head_dim)
+
+
 def prefill_kernel(
     owner_M: Ref, start_M: Ref, position_M: Ref, rows_M: Ref, q_THd: Ref, *refs: Ref, shape: TileShape
 ) -> None:
