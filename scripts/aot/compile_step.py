@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -22,30 +21,10 @@ from scripts.aot import hlo
 from scripts.aot.cases import StepCase
 from scripts.aot.deviceless import Compiled, compile_for
 from scripts.aot.models import MODELS
+from scripts.aot.results import StepFacts
 from scripts.aot.targets import TARGETS
 
 BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True)
-class StepFacts:
-    """What matters of a compiled step.
-
-    Attributes:
-      arguments, temporaries, aliased: bytes, from XLA's memory analysis.
-      state: bytes of the donated state, all of which has to be aliased.
-      caches: bytes of the KV cache.
-      copies: instructions that make an array as large as a layer's keys.
-      attention_calls: Pallas kernels that the program launches.
-    """
-
-    arguments: int
-    temporaries: int
-    aliased: int
-    state: int
-    caches: int
-    copies: list[str]
-    attention_calls: int
 
 
 def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
@@ -88,13 +67,14 @@ def _facts(compiled: Compiled, state: DeviceState) -> StepFacts:
     text = compiled.executable.as_text()
     memory = compiled.executable.memory_analysis()
     of = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
-    layer = math.prod(state.kv_cache.k[0].shape)
+    keys = state.kv_cache.k[0]
     return StepFacts(
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         state=of(state),
         caches=of(state.kv_cache),
-        copies=hlo.large_arrays_made(text, layer),
+        layer_keys=of(keys),
+        copies=hlo.large_arrays_made(text, math.prod(keys.shape)),
         attention_calls=sum(hlo.is_pallas_call(line) for line in text.splitlines()),
     )

@@ -69,8 +69,12 @@ def inspect_ptx(ptx: Path, arch: str) -> tuple[list[Resources], Counter[str]]:
         if done.returncode:
             raise RuntimeError(f"ptxas: {done.stderr.strip()}")
         resources = parse_ptxas(done.stderr)
-        sass = subprocess.run(["cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run(
+            ["cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True
+        ).stdout
     instructions = count_instructions(sass)
     if not resources or not instructions:
-        raise RuntimeError(f"nothing understood of what ptxas and cuobjdump print:\n{done.stderr}{sass[:500]}")
+        raise RuntimeError(
+            f"nothing understood of what ptxas and cuobjdump print:\n{done.stderr}{sass[:500]}"
+        )
     return resources, instructions

@@ -28,9 +28,7 @@ def compile_for(
     target: Target, function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()
 ) -> Compiled:
     """Compile `function` for abstract `arguments` (pytrees of `jax.ShapeDtypeStruct`)."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target.config, topology="1x1x1"
-    )
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.config, topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with _lowering_for(target):
@@ -44,9 +42,7 @@ def compile_for(
 @contextmanager
 def _lowering_for(target: Target) -> Iterator[None]:
     """Pallas asks the current mesh which device it lowers for."""
-    device = AbstractDevice(
-        device_kind=target.device_kind, num_cores=target.facts.num_sms, platform="gpu"
-    )
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.facts.num_sms, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         yield

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.aot.cuda_tools import inspect_ptx
@@ -48,7 +49,8 @@ def environment(folder: Path) -> dict[str, str]:
 
 def find_kernels(folder: Path, optimised_hlo: str, arch: str) -> list[Kernel]:
     """Every Pallas kernel of the one program that was dumped to `folder`; XLA's own kernels are left out."""
-    return [*_triton_kernels(folder, optimised_hlo, arch), *_mosaic_kernels(folder / MOSAIC_FOLDER, arch)]
+    found = [*_triton_kernels(folder, optimised_hlo, arch), *_mosaic_kernels(folder / MOSAIC_FOLDER, arch)]
+    return sorted(found, key=lambda kernel: kernel.name)
 
 
 def triton_names(optimised_hlo: str) -> set[str]:
@@ -82,7 +84,7 @@ def _triton_kernels(folder: Path, optimised_hlo: str, arch: str) -> list[Kernel]
     thunks = "\n".join(path.read_text() for path in sorted(folder.glob("*.thunk_sequence.txt")))
     kernels = []
     for ptx in sorted(folder.glob("*.ptx")):
-        for name in wanted & set(_ENTRY.findall(ptx.read_text())):
+        for name in wanted.intersection(_ENTRY.findall(ptx.read_text())):
             wanted.discard(name)
             kernels += _look_at(ptx, arch, dynamic_shared_memory(thunks, name), only=name)
     if wanted:
@@ -91,10 +93,15 @@ def _triton_kernels(folder: Path, optimised_hlo: str, arch: str) -> list[Kernel]
 
 
 def _mosaic_kernels(folder: Path, arch: str) -> list[Kernel]:
+    """Dumps are named after the kernel's function, and numbered: the number stays where functions share a name."""
+    dumped = sorted(folder.glob("*.ptx"))
+    functions = Counter(ptx.stem.rpartition("_")[0] for ptx in dumped)
     kernels = []
-    for ptx in sorted(folder.glob("*.ptx")):
-        resources = ptx.with_suffix(".resources.txt").read_text()
-        kernels += _look_at(ptx, arch, mosaic_shared_memory(resources))
+    for ptx in dumped:
+        function = ptx.stem.rpartition("_")[0]
+        shared = mosaic_shared_memory(ptx.with_suffix(".resources.txt").read_text())
+        [kernel] = _look_at(ptx, arch, shared)
+        kernels.append(replace(kernel, name=function if functions[function] == 1 else ptx.stem))
     return kernels
 
 
@@ -102,7 +109,7 @@ def _look_at(ptx: Path, arch: str, dynamic_shared: int, only: str | None = None)
     resources, instructions = inspect_ptx(ptx, arch)
     return [
         Kernel(
-            name=found.name.removesuffix("_mosaic_gpu_kernel"),
+            name=found.name,
             registers=found.registers,
             stack=found.stack,
             spill_stores=found.spill_stores,

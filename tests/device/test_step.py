@@ -15,7 +15,7 @@ from jaxserve.device.model_runner import ModelRunner
 from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import TokenLogprobs
 from jaxserve.request import Request
-from tests.device import hlo
+from scripts.aot import hlo
 from tests.device.driver import BUCKETS, CONFIG, MODEL, NUM_BLOCKS, Driver
 from tests.fakes import make_request
 from tests.models.model_harness import sequence_logits

@@ -1,0 +1,114 @@
+"""The results as Markdown, and where they stand in docs/kernels.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from scripts.aot.cases import HEADS, KernelCase
+from scripts.aot.results import Result
+from scripts.aot.targets import TARGETS
+
+_SHOWN = ("HGMMA", "HMMA", "IMMA", "UTMALDG", "LDGSTS", "LDG", "MUFU", "BAR")
+
+
+def replace_between(text: str, name: str, new: str) -> str:
+    """`text` with what stands between `<!-- NAME:begin ... -->` and `<!-- NAME:end -->` replaced.
+
+    Raises:
+      ValueError: the markers are not there, in this order.
+    """
+    begin = text.find(f"<!-- {name}:begin")
+    start = text.find("-->", begin) + len("-->")
+    end = text.find(f"<!-- {name}:end -->", start)
+    if min(begin, end) < 0:
+        raise ValueError(f"no markers {name}:begin and {name}:end")
+    return f"{text[:start]}\n{new.strip()}\n{text[end:]}"
+
+
+def kernel_tables(results: Iterable[Result]) -> str:
+    """A table for each target and backend."""
+    kernels = [result for result in results if isinstance(result.case, KernelCase)]
+    parts = []
+    for (target, backend), group in groupby(kernels, key=lambda r: (r.case.target, r.case.backend)):
+        device = TARGETS[target]
+        lines = [
+            f"`{backend}` on {device.device_kind} ({device.arch}, up to {device.shared_memory:,} B of shared memory):",
+            "",
+            "| shape | H/K/d | b | dtype, cache | kernel | registers | spills (B) | stack (B) | shared (B) | SASS |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+            *(row for result in group for row in _kernel_rows(result)),
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _kernel_rows(result: Result) -> list[str]:
+    case = result.case
+    assert isinstance(case, KernelCase)
+    heads = HEADS[case.model]
+    call = ("decode only" if case.function == "decode" else "") + (
+        "window, soft-cap" if case.windowed else ""
+    )
+    shape = (
+        f"| {case.model}{f' ({call})' if call else ''} | {heads.num_heads}/{heads.num_kv_heads}/{heads.head_dim} "
+        f"| {case.block_size} | {case.dtype}, {case.kv_dtype} |"
+    )
+    if result.outcome != "compiled":
+        return [f"{shape} {result.outcome}: {_cell(result.detail)} | | | | | |"]
+    return [
+        f"{shape} {kernel.name} | {kernel.registers} | {kernel.spill_stores}/{kernel.spill_loads} "
+        f"| {kernel.stack} | {kernel.shared_memory:,} | {_mix(kernel.instructions)} |"
+        for kernel in result.kernels
+    ]
+
+
+def step_table(results: Iterable[Result]) -> str:
+    """One row for each compiled step."""
+    lines = [
+        "| model | backend | bucket | lower + compile (s) | arguments (GB) | cache (GB) | aliased (GB) | "
+        "temporaries (MB) | cache copies | kernel launches |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        case, step = result.case, result.step
+        if isinstance(case, KernelCase):
+            continue
+        start = f"| {case.model} | {case.backend} | {case.tokens} tokens, {case.seqs} sequences |"
+        if step is None:
+            lines.append(f"{start} {result.outcome}: {_cell(result.detail)} | | | | | | |")
+            continue
+        lines.append(
+            f"{start} {result.lower_seconds:.1f} + {result.compile_seconds:.1f} | {step.arguments / 1e9:.2f} "
+            f"| {step.caches / 1e9:.2f} | {step.aliased / 1e9:.2f} | {step.temporaries / 1e6:.1f} "
+            f"| {len(step.copies)} | {step.attention_calls} |"
+        )
+    return "\n".join(lines)
+
+
+def _mix(instructions: dict[str, int]) -> str:
+    return ", ".join(f"{name} {instructions[name]}" for name in _SHOWN if instructions.get(name))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def progress_line(result: Result) -> str:
+    """One line on a case for somebody who waits."""
+    if result.outcome != "compiled":
+        return f"{result.case.name}: {result.outcome}: {result.detail}"
+    kernels = "; ".join(
+        f"{kernel.name} {kernel.registers} registers, {kernel.spill_stores + kernel.spill_loads} B spilled, "
+        f"{kernel.shared_memory} B shared"
+        for kernel in result.kernels
+    )
+    step = result.step
+    memory = (
+        f" arguments {step.arguments} B, temporaries {step.temporaries} B, aliased {step.aliased} of {step.state} B, "
+        f"{len(step.copies)} copies;"
+        if step
+        else ""
+    )
+    seconds = f"{result.lower_seconds:.1f} + {result.compile_seconds:.1f} s"
+    return f"{result.case.name}: {seconds};{memory} {kernels}"
