@@ -186,13 +186,13 @@ def _walk_items(
             def _() -> None:
                 fetch(k_ref, k_smem, k_barrier, ahead, ids)
 
-            position = tile_iota(1, math_) + (first + i) * math_.block_k
-            visible = position < length
+            key = tile_iota(1, math_)
+            filled = length - (first + i) * math_.block_k
+            visible = key < filled
             if math_.sliding_window is not None:
-                visible &= position >= length - math_.sliding_window
+                visible &= key >= filled - math_.sliding_window
             weights, carry = softmax_step(scores, visible, carry, math_)
             plgpu.barrier_wait(v_barrier.at[slot])
-            filled = length - (first + i) * math_.block_k
 
             @pl.when(filled < math_.block_k)
             def _() -> None:

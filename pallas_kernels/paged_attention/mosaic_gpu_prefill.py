@@ -13,6 +13,7 @@ Source: FlashAttention-3 (arXiv 2407.08608).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -89,9 +90,9 @@ def prefill_tiles(
     def body(*refs: Any) -> None:
         _run_program(refs, num_kv_heads, group, stages, math_)
 
-    out_KMWrd = plgpu.kernel(
+    out_IWrd = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((num_kv_heads, num_tiles, _COMPUTING, ROWS, head_dim), q_THd.dtype),
+        out_type=jax.ShapeDtypeStruct((num_kv_heads * num_tiles, _COMPUTING, ROWS, head_dim), q_THd.dtype),
         grid=(_PROGRAMS_INTERPRETED if math_.interpret else _PROGRAMS,),
         grid_names=("program",),
         num_threads=_COMPUTING + 1,
@@ -110,18 +111,22 @@ def prefill_tiles(
         compiler_params=COMPILER_PARAMS,
         **interpret_argument(math_.interpret),
     )(q_KRd, k_cache_NKbd, v_cache_NKbd, pad_tables(block_tables_SB, math_), facts_M5, tiles.count[None])
-    # Each tile has room of its own in the kernel's result, so no tile writes another's rows; here they come together.
+    # Each item has room of its own in the kernel's result, so none writes another's rows; here they come together.
     token_T = lax.iota(jnp.int32, num_tokens)
     begun_TM = (tiles.start_M <= token_T[:, None]) & (tiles.rows_M > 0)
     tile_T = jnp.maximum(begun_TM.sum(-1, dtype=jnp.int32) - 1, 0)
     offset_T = token_T - tiles.start_M[tile_T]
-    out_KRGd = out_KMWrd[:, :, :, : tokens * group].reshape(
-        num_kv_heads, num_tiles * _COMPUTING * tokens, group, head_dim
-    )
     inside_T = (offset_T >= 0) & (offset_T < tiles.rows_M[tile_T])
-    row_T = jnp.where(inside_T, tile_T * (_COMPUTING * tokens) + offset_T, 0)
-    out_KTGd = out_KRGd.at[:, row_T].get(mode="promise_in_bounds")
-    return out_KTGd.transpose(1, 0, 2, 3).reshape(q_THd.shape), inside_T
+    head_K1 = lax.iota(jnp.int32, num_kv_heads)[:, None]
+    item_TK = (head_K1 * tiles.count + _reversed(tile_T, tiles.count)).T
+    row_TK = jnp.where(inside_T[:, None], item_TK * (_COMPUTING * tokens) + offset_T[:, None], 0)
+    out_RGd = out_IWrd[:, :, : tokens * group].reshape(-1, group, head_dim)
+    return out_RGd.at[row_TK].get(mode="promise_in_bounds").reshape(q_THd.shape), inside_T
+
+
+def _reversed(tile: jax.Array, num_tiles: jax.Array) -> jax.Array:
+    """Query tiles are worked on from the last: of a chunk it sees the most."""
+    return num_tiles - 1 - tile
 
 
 def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: int, math_: TileMath) -> None:
@@ -132,30 +137,37 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
     warpgroup = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
     num_programs = lax.axis_size("program")
-    num_tiles = count_ref[0]
-    count = num_tiles * num_kv_heads
-    mine = lax.div(jnp.maximum(count - program, 0) + (num_programs - 1), jnp.int32(num_programs))
 
-    def locate(index: jax.Array) -> tuple[jax.Array, ...]:
-        """Item -> (KV head, query tile, its facts, first and end tile of its context)."""
-        number = program + index * num_programs
+    def walk(item: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        """item(its number, context tiles of the program's items before it) -> the same with its own; over all items."""
+
+        def step(index: jax.Array, before: jax.Array) -> jax.Array:
+            return item(program + index * num_programs, before)
+
+        count = count_ref[0] * num_kv_heads
+        mine = lax.div(jnp.maximum(count - program, 0) + (num_programs - 1), jnp.int32(num_programs))
+        return lax.fori_loop(0, mine, step, jnp.int32(0))
+
+    def locate(number: jax.Array) -> tuple[jax.Array, ...]:
+        """Item -> (KV head, facts of the query tile, first and end tile of its context)."""
+        num_tiles = count_ref[0]
         kv_head = lax.div(number, num_tiles)
-        query_tile = num_tiles - 1 - lax.rem(number, num_tiles)  # the last tile of a chunk sees the most
+        query_tile = _reversed(lax.rem(number, num_tiles), num_tiles)
         row, start, position, rows, length = (fact_ref[query_tile, j] for j in range(5))
         first: jax.Array | int = 0
         if math_.sliding_window is not None:
             first = lax.div(jnp.maximum(position - (math_.sliding_window - 1), 0), jnp.int32(math_.block_k))
         end = lax.div(position + rows + (math_.block_k - 1), jnp.int32(math_.block_k))
-        return kv_head, query_tile, row, start, position, length, first, end
+        return kv_head, row, start, position, length, first, end
 
     @pl.when(warpgroup < _COMPUTING)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         qo = qo_smem.at[warpgroup]
         weights = weights_smem.at[warpgroup] if math_.interpret else None
 
-        def item(index: jax.Array, before: jax.Array) -> jax.Array:
-            kv_head, query_tile, _, start, position, length, first, end = locate(index)
+        def item(number: jax.Array, before: jax.Array) -> jax.Array:
+            kv_head, _, start, position, length, first, end = locate(number)
             my_start = start + warpgroup * tokens
             oldest = position + warpgroup * tokens  # position of the first row
             # Not by TMA: into swizzled memory that copies from multiples of 8 rows only.
@@ -170,11 +182,12 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
                 plgpu.barrier_arrive(k_released.at[slot])
                 visible = None
                 if masked:
-                    behind = lax.div(tile_iota(0, math_), jnp.int32(group)) - tile_iota(1, math_)
-                    behind += oldest - tile * math_.block_k  # how far the key stands behind the query
-                    visible = behind >= 0
+                    key = tile_iota(1, math_)
+                    # Position of the row's token, counted from the tile's start.
+                    query = lax.div(tile_iota(0, math_), jnp.int32(group)) + (oldest - tile * math_.block_k)
+                    visible = key <= query
                     if math_.sliding_window is not None:
-                        visible &= behind < math_.sliding_window
+                        visible &= key > query - math_.sliding_window
                 share, carry = softmax_step(scores, visible, carry, math_)
                 plgpu.barrier_wait(v_loaded.at[slot])
                 if masked:
@@ -215,29 +228,29 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
             share = 1 / jnp.maximum(total, 1e-30)  # 0 in rows of padding that see nothing
             qo[...] = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(math_.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(qo, out_ref.at[kv_head, query_tile, warpgroup])
+            plgpu.copy_smem_to_gmem(qo, out_ref.at[number, warpgroup])
             plgpu.wait_smem_to_gmem(0)
             return before + (end - first)
 
-        lax.fori_loop(0, mine, item, jnp.int32(0))
+        walk(item)
 
     @pl.when(warpgroup == _COMPUTING)
     def _load() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
-        def item(index: jax.Array, before: jax.Array) -> jax.Array:
-            kv_head, _, row, _, _, _, first, end = locate(index)
+        def item(number: jax.Array, before: jax.Array) -> jax.Array:
+            kv_head, row, _, _, _, first, end = locate(number)
 
             def load(tile: jax.Array, _: None) -> None:
-                number = before + (tile - first)
-                slot = lax.rem(number, jnp.int32(stages))
+                use = before + (tile - first)
+                slot = lax.rem(use, jnp.int32(stages))
                 ids = read_block_ids(table_ref, row, tile, math_)
                 for cache_ref, smem, loaded, released in (
                     (k_ref, k_smem, k_loaded, k_released),
                     (v_ref, v_smem, v_loaded, v_released),
                 ):
 
-                    @pl.when(number >= stages)
+                    @pl.when(use >= stages)
                     def _(released: Any = released) -> None:
                         plgpu.barrier_wait(released.at[slot])
 
@@ -246,10 +259,10 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
             lax.fori_loop(first, end, load, None)
             return before + (end - first)
 
-        total = lax.fori_loop(0, mine, item, jnp.int32(0))
+        total = walk(item)
 
-        def drain(number: jax.Array, _: None) -> None:
-            slot = lax.rem(number, jnp.int32(stages))
+        def drain(use: jax.Array, _: None) -> None:
+            slot = lax.rem(use, jnp.int32(stages))
             plgpu.barrier_wait(k_released.at[slot])
             plgpu.barrier_wait(v_released.at[slot])
 

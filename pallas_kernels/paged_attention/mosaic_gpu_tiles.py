@@ -128,7 +128,7 @@ def score_tile(q_smem: Any, k_smem: Any, math_: TileMath) -> jax.Array:
 def softmax_step(
     scores: jax.Array, visible: jax.Array | None, carry: Carry, math_: TileMath
 ) -> tuple[jax.Array, Carry]:
-    """(weights [64, block_k], the carry scaled to the new peak and with the weights in its total).
+    """(weights [64, block_k] in the cache's dtype, the carry scaled to the new peak and with the weights in its total).
 
     A row whose tile is fully masked keeps its carry, bit for bit: its peak stays, and exp2(-inf) is 0.
     """
@@ -140,7 +140,9 @@ def softmax_step(
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
     total = total * decay + weights.sum(axis=1)
-    return weights, (acc * lax.broadcast_in_dim(decay, acc.shape, [0]), new_peak, total)
+    # The registers of the float32 weights are wanted for what follows.
+    rounded, total, decay = lax.optimization_barrier((weights.astype(math_.dtype), total, decay))
+    return rounded, (acc * lax.broadcast_in_dim(decay, acc.shape, [0]), new_peak, total)
 
 
 def _scaled(scores: jax.Array, math_: TileMath) -> tuple[jax.Array, float]:
@@ -164,7 +166,6 @@ def add_values(
 ) -> Carry:
     """The carry with weights . v added."""
     acc, peak, total = carry
-    weights = weights.astype(math_.dtype)
     if math_.interpret:
         weights_smem[...] = weights
         plgpu.commit_smem()
