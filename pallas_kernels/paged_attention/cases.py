@@ -17,10 +17,13 @@ from pallas_kernels.paged_attention.api import paged_decode, ragged_paged_attent
 from pallas_kernels.paged_attention.backends import Backend, resolve_backend
 from pallas_kernels.paged_attention.spec import H200, AttentionSpec, DeviceFacts
 
-_compiled_ragged = jax.jit(
-    ragged_paged_attention, static_argnames=("scale", "backend", "sliding_window", "soft_cap")
-)
-_compiled_decode = jax.jit(paged_decode, static_argnames=("scale", "backend", "sliding_window", "soft_cap"))
+_STATIC = ("scale", "backend", "sliding_window", "soft_cap")
+_compiled_ragged = jax.jit(ragged_paged_attention, static_argnames=_STATIC)
+_compiled_decode = jax.jit(paged_decode, static_argnames=_STATIC)
+# An interpreted kernel takes far longer to compile than to run.
+_UNOPTIMISED = {"xla_backend_optimization_level": 0}
+_interpreted_ragged = jax.jit(ragged_paged_attention, static_argnames=_STATIC, compiler_options=_UNOPTIMISED)
+_interpreted_decode = jax.jit(paged_decode, static_argnames=_STATIC, compiler_options=_UNOPTIMISED)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,8 @@ def backend_for(name: str, problem: Problem, device: DeviceFacts = H200) -> Back
 
 def run(problem: Problem, backend: Backend) -> np.ndarray:
     """[T, H, d] of `ragged_paged_attention`, as float32."""
-    out = _compiled_ragged(
+    attend = _interpreted_ragged if backend.interpret else _compiled_ragged
+    out = attend(
         **_arrays(problem),
         cu_q_lens=problem.cu_q_lens,
         num_decodes=np.int32(problem.num_decodes),
@@ -170,7 +174,8 @@ def run_decode(problem: Problem, backend: Backend) -> np.ndarray:
     """[S, H, d] of `paged_decode`: every sequence of the problem has one query row, T = S."""
     arguments = _arrays(problem)
     arguments["q_SHd"] = arguments.pop("q_THd")
-    out = _compiled_decode(**arguments, num_seqs=np.int32(problem.num_seqs), backend=backend)
+    attend = _interpreted_decode if backend.interpret else _compiled_decode
+    out = attend(**arguments, num_seqs=np.int32(problem.num_seqs), backend=backend)
     assert out.dtype == problem.dtype
     return np.asarray(out, np.float32)
 

@@ -1,7 +1,7 @@
 """The bodies of the Pallas Triton kernels: what one program of the grid does. See `pallas_triton` for the calls.
 
 A program attends a small matrix of M query rows that share a KV head over its context, one tile of keys and values at
-a time, with an online softmax in log2 units. Shape letters: as in `api`, and M matrix rows (query tokens x group,
+a time, with an online softmax. Shape letters: as in `api`, and M matrix rows (query tokens x group,
 padded), D head size padded to a power of two, k context tokens of a tile.
 
 Source: FlashAttention-2 (arXiv 2307.08691); Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
@@ -24,7 +24,8 @@ _NO_PEAK = -1e30  # finite: a row that sees nothing yet decays by exp2(0) = 1, n
 
 type Ref = Any  # a Pallas reference
 type State = tuple[jax.Array, jax.Array, jax.Array]
-"""Of an online softmax, float32: weighted sum of values [M, D], largest score [M], sum of weights [M]."""
+"""Of an online softmax, float32: weighted sum of values [M, D], largest score [M] (before `TileShape.log2_units`), sum of
+weights [M]."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class TileShape:
     def padded_dim(self) -> int:
         """D"""
         return padded(self.head_dim)
+
+    @property
+    def log2_units(self) -> float:
+        """What scores, as `State` has them, are multiplied with to be exponents of 2."""
+        return (self.scale if self.soft_cap is None else self.soft_cap) * _LOG2_E
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def decode_kernel(
 
         acc, peak, total = lax.fori_loop(first, end, tile, _nothing_seen(shape))
         plt.store(partial_CSHd.at[split, sequence, head[:, None], column[None, :]], acc, mask=inside)
-        plt.store(peak_CSH.at[split, sequence, head], peak, mask=real)
+        plt.store(peak_CSH.at[split, sequence, head], peak * shape.log2_units, mask=real)
         plt.store(total_CSH.at[split, sequence, head], total, mask=real)
 
 
@@ -263,15 +269,15 @@ def _attend(
     scores = _dot(q_MD, read(context.k_cache_NKbd).astype(q_MD.dtype), transpose=True)
     if context.k_scale is not None:
         scores *= _read_scale(context.k_scale, block_k, kv_head, readable)[None, :]
-    if shape.soft_cap is None:
-        scores *= shape.scale * _LOG2_E
-    else:
-        scores = (shape.soft_cap * _LOG2_E) * jnp.tanh(scores * (shape.scale / shape.soft_cap))
+    if shape.soft_cap is not None:
+        scores = jnp.tanh(scores * (shape.scale / shape.soft_cap))
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     new_peak = jnp.maximum(peak, scores.max(axis=1))
-    decay = jnp.exp2(peak - new_peak)
-    weights = jnp.exp2(scores - new_peak[:, None])
+    decay = jnp.exp2((peak - new_peak) * shape.log2_units)
+    # Scaled only here, where one fused operation does it, with a mask or without: a row's bits must not depend on which
+    # of its tiles had one.
+    weights = jnp.exp2(scores * shape.log2_units - (new_peak * shape.log2_units)[:, None])
     total = total * decay + weights.sum(axis=1)
     if context.v_scale is not None:
         weights *= _read_scale(context.v_scale, block_k, kv_head, readable)[None, :]

@@ -53,7 +53,7 @@ class ShapeClass:
     Attributes:
       compute_capability: "8.0", "9.0", ...; "any" for interpretation.
       head_dim: d.
-      kv_bytes: bytes of one number in the cache.
+      kv_bytes: bytes of one number in the cache; 4 for float32 queries, whose tiles are float32 over any cache.
     """
 
     compute_capability: str
@@ -65,7 +65,8 @@ def shape_class(spec: AttentionSpec, device: DeviceFacts) -> ShapeClass:
     """The class that a call falls into."""
     capability = device.compute_capability
     name = f"{capability[0]}.{capability[1]}" if capability else "any"
-    return ShapeClass(name, spec.head_dim, jnp.dtype(spec.kv_dtype).itemsize)
+    kv_bytes = 4 if spec.dtype == "float32" else jnp.dtype(spec.kv_dtype).itemsize
+    return ShapeClass(name, spec.head_dim, kv_bytes)
 
 
 Table = list[tuple[str, ShapeClass, TuningConfig]]
