@@ -105,8 +105,7 @@ def prefill_tiles(
             loaded,
             loaded,
             released,
-            released,
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=stages + 1),
         ],
         compiler_params=COMPILER_PARAMS,
         **interpret_argument(math_.interpret),
@@ -132,7 +131,8 @@ def _reversed(tile: jax.Array, num_tiles: jax.Array) -> jax.Array:
 def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: int, math_: TileMath) -> None:
     """The kernel's body."""
     (q_ref, k_ref, v_ref, table_ref, fact_ref, count_ref, out_ref, *scratch) = refs
-    (qo_smem, k_smem, v_smem, weights_smem, k_loaded, v_loaded, k_released, v_released, cleared) = scratch
+    (qo_smem, k_smem, v_smem, weights_smem, k_loaded, v_loaded, k_released, v_released) = scratch
+    cleared = v_released.at[stages]  # one barrier more of the same kind costs no register
     tokens = ROWS // group
     warpgroup = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
@@ -196,13 +196,13 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
                         filled < math_.block_k
                     )  # only in a sequence's last tile, which both warpgroups mask
 
-                    @pl.when(unfilled & (warpgroup == 0))
+                    @pl.when(unfilled)
                     def _() -> None:
-                        clear_unfilled(v_smem.at[slot], filled, math_)
-                        plgpu.barrier_arrive(cleared)
+                        @pl.when(warpgroup == 0)
+                        def _() -> None:
+                            clear_unfilled(v_smem.at[slot], filled, math_)
 
-                    @pl.when(unfilled & (warpgroup != 0))
-                    def _() -> None:
+                        plgpu.barrier_arrive(cleared)
                         plgpu.barrier_wait(cleared)
 
                 carry = add_values(share, v_smem.at[slot], carry, weights, math_)

@@ -24,6 +24,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
     reduction_scratch_bytes=0,  # rows are reduced inside a warp
 )
+INTERPRET_PARAMS = plgpu.InterpretGPUParams()  # a test replaces it, to search for races
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -69,7 +70,7 @@ class TileMath:
 
 def interpret_argument(interpret: bool) -> dict[str, Any]:
     """Keyword of `plgpu.kernel` that runs it on the CPU."""
-    return {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
+    return {"interpret": INTERPRET_PARAMS} if interpret else {}
 
 
 def pad_tables(block_tables_SB: jax.Array, math_: TileMath) -> jax.Array:
