@@ -13,6 +13,7 @@ from scripts.aot.cases import kernel_cases, step_cases
 from scripts.aot.gates import failures
 from scripts.aot.report import kernel_tables, progress_line, replace_between, step_table
 from scripts.aot.runner import REPOSITORY, run_all
+from scripts.aot.targets_table import targets_table
 
 _DOCUMENT = REPOSITORY / "docs" / "kernels.md"
 
@@ -40,7 +41,8 @@ def main() -> int:
     if options.write_docs:
         text = _DOCUMENT.read_text()
         text = replace_between(text, "aot_check kernels", f"{_versions()}\n\n{kernel_tables(results)}")
-        _DOCUMENT.write_text(replace_between(text, "aot_check steps", step_table(results)))
+        text = replace_between(text, "aot_check steps", step_table(results))
+        _DOCUMENT.write_text(replace_between(text, "aot_check targets", targets_table()))
     failed = [line for result in results for line in failures(result)]
     for line in failed:
         print(f"FAILED {line}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from scripts.aot.cases import HEADS, KernelCase
+from scripts.aot.cases import HEADS, KernelCase, StepCase
 from scripts.aot.results import Result
 from scripts.aot.targets import TARGETS
 
@@ -43,21 +43,29 @@ def kernel_tables(results: Iterable[Result]) -> str:
     return "\n\n".join(parts)
 
 
-def _kernel_rows(result: Result) -> list[str]:
-    case = result.case
-    assert isinstance(case, KernelCase)
+def row_start(case: KernelCase | StepCase) -> str:
+    """The first cells of a case's rows: what was compiled."""
+    if isinstance(case, StepCase):
+        return f"| {case.model} | {case.backend} | {case.tokens:,} tokens, {case.seqs} sequences |"
     heads = HEADS[case.model]
-    call = ("decode only" if case.function == "decode" else "") + (
-        "window, soft-cap" if case.windowed else ""
+    calls = [
+        name
+        for name, is_so in (("decode only", case.function == "decode"), ("window, soft-cap", case.windowed))
+        if is_so
+    ]
+    call = f" ({', '.join(calls)})" if calls else ""
+    return (
+        f"| {case.model}{call} | {heads.num_heads}/{heads.num_kv_heads}/{heads.head_dim} | {case.block_size} "
+        f"| {case.dtype}, {case.kv_dtype} |"
     )
-    shape = (
-        f"| {case.model}{f' ({call})' if call else ''} | {heads.num_heads}/{heads.num_kv_heads}/{heads.head_dim} "
-        f"| {case.block_size} | {case.dtype}, {case.kv_dtype} |"
-    )
+
+
+def _kernel_rows(result: Result) -> list[str]:
+    start = row_start(result.case)
     if result.outcome != "compiled":
-        return [f"{shape} {result.outcome}: {_cell(result.detail)} | | | | | |"]
+        return [f"{start} {result.outcome}: {_cell(result.detail)} | | | | | |"]
     return [
-        f"{shape} {kernel.name} | {kernel.registers} | {kernel.spill_stores}/{kernel.spill_loads} "
+        f"{start} {kernel.name} | {kernel.registers} | {kernel.spill_stores}/{kernel.spill_loads} "
         f"| {kernel.stack} | {kernel.shared_memory:,} | {_mix(kernel.instructions)} |"
         for kernel in result.kernels
     ]
@@ -74,7 +82,7 @@ def step_table(results: Iterable[Result]) -> str:
         case, step = result.case, result.step
         if isinstance(case, KernelCase):
             continue
-        start = f"| {case.model} | {case.backend} | {case.tokens} tokens, {case.seqs} sequences |"
+        start = row_start(case)
         if step is None:
             lines.append(f"{start} {result.outcome}: {_cell(result.detail)} | | | | | | |")
             continue
