@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def run_one(case: KernelCase | StepCase) -> Result:
             **os.environ,
             **dumps.environment(folder),
             "JAX_PLATFORMS": "cpu",  # a CUDA plugin without a driver logs a traceback when it is asked for devices
+            "JAX_TRACEBACK_FILTERING": "off",  # the error's line comes last
             "PATH": f"{cuda_tools()}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(REPOSITORY),
         }
@@ -64,6 +66,6 @@ def describe_end(code: int, stderr: str) -> str:
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     # An exception's own line, or what XLA says before it aborts; else the last thing that was printed.
-    errors = [line for line in lines if "Error: " in line or line.startswith("F")]
+    errors = [line for line in lines if re.search(r"Error: |^F\d{4} ", line)]
     said = (errors or lines or ["nothing printed"])[-1]
     return f"{how}: {said[:400]}"

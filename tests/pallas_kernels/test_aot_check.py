@@ -246,7 +246,8 @@ def test_the_end_of_a_process_is_told_in_one_line() -> None:
     assert runner.describe_end(-6, aborted) == (
         "SIGABRT: F1130 02:03:04 cuda.cc:12] Check failed: too much shared memory"
     )
-    assert runner.describe_end(1, "Traceback ...\nValueError: no\n") == "exit code 1: ValueError: no"
+    raised = "Traceback ...\nValueError: no\n----\nFor simplicity, JAX has removed its internal frames\n"
+    assert runner.describe_end(1, raised) == "exit code 1: ValueError: no"
     assert runner.describe_end(-9, "") == "SIGKILL: nothing printed"
 
 
