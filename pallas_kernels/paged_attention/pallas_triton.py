@@ -2,10 +2,10 @@
 
 JAX deprecates that backend: nothing outside the `pallas_triton*` files may depend on it.
 
-Decode rows: one program for each (sequence, KV head, split of the context), cut by `split_k`; then
-one for each (sequence, query head) that combines the splits' results.
+Decode rows: one program for each (sequence, KV head, split of the context), cut by `split_k`; then one for each
+(sequence, query head), which combines the splits' results.
 Prefill chunks: one program for each (tile of query tokens, KV head), written into the memory in which the decoded rows
-already stand. Both kernels are always launched, since which rows decode is data; a program that has nothing to do exits
+already stand. All three are always launched, since which rows decode is data; a program that has nothing to do exits
 at once. The caches are only read, never copied.
 """
 

@@ -24,8 +24,8 @@ _NO_PEAK = -1e30  # finite: a row that sees nothing yet decays by exp2(0) = 1, n
 
 type Ref = Any  # a Pallas reference
 type State = tuple[jax.Array, jax.Array, jax.Array]
-"""Of an online softmax, float32: weighted sum of values [M, D], largest score [M] (before `TileShape.log2_units`), sum of
-weights [M]."""
+"""Of an online softmax, float32: weighted sum of values [M, D], largest score [M] (yet without `TileShape.log2_units`),
+sum of weights [M]."""
 
 
 @dataclass(frozen=True)
