@@ -81,7 +81,6 @@ def decode_rows(
         q_SHd.reshape(num_rows, num_kv_heads, group, head_dim),
         ((0, 0), (0, 0), (0, padded_group - group), (0, 0)),
     )
-    tile = (stages, math_.block_k, head_dim)
     per_row = (max_splits, num_rows, num_kv_heads, padded_group)
     tile_barrier = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
 
@@ -101,7 +100,7 @@ def decode_rows(
             math_.smem(ROWS, head_dim),
             # The result leaves through the memory that the tiles came in by.
             plgpu.RefUnion(
-                (math_.smem(*tile), math_.smem(*tile)),
+                math_.tiles_smem(stages),
                 (
                     math_.smem(ROWS, head_dim, dtype="float32"),
                     plgpu.SMEM((ROWS,), jnp.float32),

@@ -83,7 +83,6 @@ def prefill_tiles(
     facts_M5 = jnp.stack(
         [tiles.owner_M, tiles.start_M, tiles.position_M, tiles.rows_M, seq_lens_S[tiles.owner_M]], axis=1
     )
-    tile = (stages, math_.block_k, head_dim)
     loaded = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
     released = plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=stages)
 
@@ -99,8 +98,7 @@ def prefill_tiles(
         thread_name="warpgroup",
         scratch_types=[
             math_.smem(_COMPUTING, ROWS, head_dim),
-            math_.smem(*tile),
-            math_.smem(*tile),
+            *math_.tiles_smem(stages),
             math_.weights_smem(_COMPUTING),
             loaded,
             loaded,
@@ -141,14 +139,15 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
     def walk(item: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
         """item(its number, context tiles of the program's items before it) -> the same with its own; over all items."""
 
-        def step(index: jax.Array, before: jax.Array) -> jax.Array:
-            return item(program + index * num_programs, before)
-
         count = count_ref[0] * num_kv_heads
-        mine = lax.div(jnp.maximum(count - program, 0) + (num_programs - 1), jnp.int32(num_programs))
-        return lax.fori_loop(0, mine, step, jnp.int32(0))
 
-    def locate(number: jax.Array) -> tuple[jax.Array, ...]:
+        def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            number, before = carry
+            return number + num_programs, item(number, before)
+
+        return lax.while_loop(lambda carry: carry[0] < count, step, (program, jnp.int32(0)))[1]
+
+    def locate(number: jax.Array) -> tuple[Any, ...]:
         """Item -> (KV head, facts of the query tile, first and end tile of its context)."""
         num_tiles = count_ref[0]
         kv_head = lax.div(number, num_tiles)

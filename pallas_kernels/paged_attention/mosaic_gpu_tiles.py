@@ -54,14 +54,21 @@ class TileMath:
     def blocks_per_tile(self) -> int:
         return max(1, self.block_k // self.block_size)
 
-    def smem(self, *shape: int, dtype: str | None = None) -> Any:
-        """Shared memory in the swizzled layout that TMA and wgmma ask for; the last axis is split into pieces of up to
-        128 bytes."""
+    def smem(self, *shape: int, dtype: str | None = None, most: int = 128) -> Any:
+        """Shared memory in the swizzled layout that TMA and wgmma ask for: rows are cut into pieces of up to `most`
+        bytes."""
         dtype = dtype or self.dtype
         width = jnp.dtype(dtype).itemsize
-        swizzle = next(size for size in (128, 64, 32) if shape[-1] * width % size == 0)
-        tiling = plgpu.TilingTransform((8, swizzle // width))
-        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+        swizzle = next(size for size in (128, 64, 32) if size <= most and shape[-1] * width % size == 0)
+        tiling = plgpu.TilingTransform((8, swizzle // width))  # type: ignore[abstract]
+        swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+        return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(tiling, swizzling))
+
+    def tiles_smem(self, stages: int) -> tuple[Any, Any]:
+        """Shared memory for tiles of keys and of values."""
+        shape = (stages, self.block_k, self.head_dim)
+        # wgmma sums over the rows of values in steps of a piece's width.
+        return self.smem(*shape), self.smem(*shape, most=self.block_k * jnp.dtype(self.dtype).itemsize)
 
     def weights_smem(self, *lead: int) -> Any:
         """Where the interpreted form keeps softmax weights."""
@@ -175,7 +182,7 @@ def add_values(
             plgpu.wgmma(acc_ref, weights_smem, v_smem)
             return acc_ref[...]
 
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32)), peak, total
+        return acc + pl.run_scoped(product, plgpu.ACC((ROWS, math_.head_dim), jnp.float32)), peak, total
 
     def accumulate(acc_ref: Any) -> None:
         plgpu.wgmma(acc_ref, weights, v_smem)
@@ -185,12 +192,17 @@ def add_values(
 
 def clear_unfilled(v_smem: Any, filled: jax.Array, math_: TileMath) -> None:
     """Zero the tile's values from row `filled` on: they may be NaN, and 0 * NaN is NaN. Ends with a commit."""
-    columns = 64 if math_.head_dim % 64 == 0 else 32
-    for row in range(0, math_.block_k, ROWS):  # piecewise: registers are scarce here
-        for column in range(0, math_.head_dim, columns):
-            piece = v_smem.at[pl.ds(row, ROWS), pl.ds(column, columns)]
-            values = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
-            rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+    # Piecewise, as registers are scarce here. A tile of 32 rows is too short for wgmma's layout, but not across.
+    across = math_.block_k < ROWS
+    height = min(math_.block_k, ROWS)
+    width = 64 if math_.head_dim % 64 == 0 else 32
+    layout = plgpu.Layout.WGMMA_TRANSPOSED if across else plgpu.Layout.WGMMA
+    for row in range(0, math_.block_k, height):
+        for column in range(0, math_.head_dim, width):
+            piece = v_smem.at[pl.ds(row, height), pl.ds(column, width)]
+            piece = piece.T if across else piece
+            values = plgpu.load(piece, layout=layout)
+            rows = plgpu.broadcasted_iota(jnp.int32, values.shape, int(across), layout=layout)
             piece[...] = jnp.where(rows + row < filled, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 

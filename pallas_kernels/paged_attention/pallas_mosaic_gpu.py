@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention.prefill_tiles import cut_chunks
 from pallas_kernels.paged_attention.spec import AttentionSpec, DeviceFacts
 from pallas_kernels.paged_attention.tuning import TuningConfig
 
-_HEAD_DIMS = (64, 128, 256)
+_HEAD_DIMS = (64, 96, 128, 256)
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
 
@@ -77,7 +77,12 @@ def ragged_paged_attention(
     num_rows = min(num_tokens, seq_lens_S.shape[0])
     group = num_heads // k_cache_NKbd.shape[1]
     decodes = lax.iota(jnp.int32, num_rows) < num_decodes
-    features = {"scale": scale, "backend": backend, "sliding_window": sliding_window, "soft_cap": soft_cap}
+    features: dict[str, Any] = {
+        "scale": scale,
+        "backend": backend,
+        "sliding_window": sliding_window,
+        "soft_cap": soft_cap,
+    }
     decoded = _decode(
         q_THd[:num_rows],
         k_cache_NKbd,

@@ -43,7 +43,13 @@ def interpreted(problem: Problem, *, max_splits: int = MAX_SPLITS) -> Backend:
     """The backend with tiles and splits so small that a test's contexts have several."""
     backend = backend_for(INTERPRETED, problem)
     assert backend.tuning is not None
-    tuning = dataclasses.replace(backend.tuning, split_tokens=64, decode_block_k=64, prefill_block_k=64)
+    tuning = backend.tuning
+    tuning = dataclasses.replace(
+        tuning,
+        split_tokens=64,
+        decode_block_k=min(64, tuning.decode_block_k),
+        prefill_block_k=min(64, tuning.prefill_block_k),
+    )
     return dataclasses.replace(backend, tuning=tuning, max_splits=max_splits)
 
 
@@ -81,7 +87,7 @@ def mixed_batch(*, group: int, block_size: int, head_dim: int, kv_heads: int = 1
         ("bfloat16", 1, 4, 128, 32, None, 3.0),
         ("bfloat16", 2, 7, 64, 128, 100, 1.5),
         ("bfloat16", 1, 8, 256, 64, None, None),
-        ("float16", 1, 16, 64, 32, 1, None),
+        ("float16", 1, 16, 96, 32, 1, None),
     ],
 )
 def test_matches_reference(dtype, kv_heads, group, head_dim, block_size, window, cap) -> None:
@@ -163,7 +169,12 @@ def test_a_row_does_not_depend_on_how_its_prompt_was_cut() -> None:
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:
     problem = make_problem(
-        np.random.default_rng(3), contexts=[0, 63, 64, 250], query_lens=[1] * 4, pad_seqs=2, pad_tokens=2, **SHAPE
+        np.random.default_rng(3),
+        contexts=[0, 63, 64, 250],
+        query_lens=[1] * 4,
+        pad_seqs=2,
+        pad_tokens=2,
+        **SHAPE,
     )
     problem = in_dtype(problem, "bfloat16")
     backend = interpreted(problem)
@@ -226,7 +237,7 @@ def test_the_search_finds_a_planted_race(committed: bool) -> None:
     [
         ("bfloat16", 64, 3, 8, {}),
         ("bfloat16", 64, 7, 128, {"sliding_window": 100, "soft_cap": 30.0}),
-        ("float16", 128, 16, 16, {}),
+        ("float16", 96, 16, 16, {}),
         ("bfloat16", 128, 4, 32, {"sliding_window": 100}),
         ("bfloat16", 256, 1, 64, {"soft_cap": 30.0}),
         ("float16", 256, 8, 16, {}),
@@ -267,7 +278,7 @@ def test_says_what_it_does_not_run() -> None:
     refuse("compute capability 9.0", DeviceFacts("gpu", (8, 0), 108))
     refuse("compute capability 9.0", DeviceFacts("gpu", (10, 0), 148))
     refuse("bfloat16 or float16", dtype="float32", kv_dtype="float32")
-    refuse("head_dim 64, 128, 256, not 80", head_dim=80)
+    refuse("head_dim 64, 96, 128, 256, not 80", head_dim=80)
     refuse("block sizes 8, 16, 32, 64, 128, not 24", block_size=24)
     refuse("up to 64 query heads", num_heads=128, num_kv_heads=1)
     resolve_backend(INTERPRETED, spec=spec, device=DeviceFacts("cpu"))
