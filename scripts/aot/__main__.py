@@ -9,9 +9,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.aot.cases import kernel_cases, step_cases
+from scripts.aot.cases import all_cases
 from scripts.aot.gates import failures
 from scripts.aot.report import kernel_tables, progress_line, replace_between, step_table
+from scripts.aot.results import Result
 from scripts.aot.runner import REPOSITORY, run_all
 from scripts.aot.targets_table import targets_table
 
@@ -21,11 +22,7 @@ _DOCUMENT = REPOSITORY / "docs" / "kernels.md"
 def main() -> int:
     """Compile what was asked for; 1 if a gate does not hold."""
     options = _parser().parse_args()
-    cases = [
-        case
-        for case in (*kernel_cases(), *step_cases())
-        if all(part in case.name for part in options.only or [])
-    ]
+    cases = [case for case in all_cases() if all(part in case.name for part in options.only or [])]
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
@@ -35,9 +32,15 @@ def main() -> int:
     if options.write_docs and options.only:
         print("--write-docs needs every case: leave out --only", file=sys.stderr)
         return 2
-    results = run_all(cases, jobs=options.jobs, tell=lambda result: print(progress_line(result), flush=True))
-    if options.json:
-        options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+    results: list[Result] = []
+
+    def tell(result: Result) -> None:
+        print(progress_line(result), flush=True)
+        results.append(result)
+        if options.json:  # each time, so that a run that is broken off leaves what it saw
+            options.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+
+    run_all(cases, jobs=options.jobs, tell=tell)
     if options.write_docs:
         text = _DOCUMENT.read_text()
         text = replace_between(text, "aot_check kernels", f"{_versions()}\n\n{kernel_tables(results)}")

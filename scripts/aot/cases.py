@@ -122,3 +122,8 @@ def step_cases() -> list[StepCase]:
         for backend in ("pallas-mosaic-gpu", "pallas-triton")
         for tokens in (64, 2048)
     ]
+
+
+def all_cases() -> list[KernelCase | StepCase]:
+    """Kernels, then steps."""
+    return [*kernel_cases(), *step_cases()]

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from scripts.aot.cases import KernelCase, StepCase, kernel_cases, step_cases
+from scripts.aot.cases import KernelCase, StepCase, all_cases
 from scripts.aot.dumps import find_kernels
 from scripts.aot.results import Result
 from scripts.aot.targets import TARGETS
@@ -41,5 +41,5 @@ def run(case: KernelCase | StepCase, folder: Path) -> Result:
 
 if __name__ == "__main__":
     name, folder, result = sys.argv[1:]
-    [wanted] = [case for case in (*kernel_cases(), *step_cases()) if case.name == name]
+    [wanted] = [case for case in all_cases() if case.name == name]
     Path(result).write_text(json.dumps(run(wanted, Path(folder)).as_json()))

@@ -27,14 +27,11 @@ def cuda_tools() -> Path:
     return Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
 
 
-def run_all(cases: list[KernelCase | StepCase], *, jobs: int, tell: Callable[[Result], None]) -> list[Result]:
-    """Results in the order of the cases; `tell` hears each as soon as it and those before it are there."""
-    results = []
+def run_all(cases: list[KernelCase | StepCase], *, jobs: int, tell: Callable[[Result], None]) -> None:
+    """`tell` hears the results in the order of the cases, each as soon as it and those before it are there."""
     with ThreadPoolExecutor(jobs) as pool:
         for result in pool.map(run_one, cases):
             tell(result)
-            results.append(result)
-    return results
 
 
 def run_one(case: KernelCase | StepCase) -> Result:
