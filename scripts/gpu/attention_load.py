@@ -15,7 +15,9 @@ from pallas_kernels.paged_attention import AttentionSpec, Backend, paged_decode,
 from scripts.gpu.jobs import Case
 from scripts.gpu.workplace import Workplace
 
-_RANDOM_BLOCKS = 1024  # drawn once and repeated: drawing tens of gigabytes would take longer than measuring
+# Drawn once and repeated: drawing tens of gigabytes would take longer than measuring. A prime, so that an offset that
+# wraps around meets other numbers.
+_RANDOM_BLOCKS = 1021
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Load:
-    """One call's arguments, with several block tables: repeated launches read other blocks, as a model's layers do.
+    """One call's arguments, with a block table for each of L launches: each reads other blocks, as a model's layers do.
 
     Attributes:
       bytes_read: keys and values that one launch must read.
@@ -48,7 +50,7 @@ class Load:
     """
 
     q: jax.Array
-    tables: tuple[jax.Array, ...]
+    tables_LSB: jax.Array
     seq_lens_S: jax.Array
     cu_q_lens: jax.Array
     num_decodes: int
@@ -83,7 +85,7 @@ def _make_pool(spec: AttentionSpec, num_blocks: int) -> Pool:
     def fill(key: jax.Array, repeats: int) -> jax.Array:
         numbers = jax.random.normal(key, shape, jnp.float32)
         numbers = (numbers * 32).round() if spec.kv_dtype == "int8" else numbers
-        return jnp.tile(numbers.astype(spec.kv_dtype), (repeats, 1, 1, 1))
+        return jnp.tile(numbers.astype(spec.kv_dtype), (repeats, 1, 1, 1))[:num_blocks]
 
     k, v = (fill(key, -(-num_blocks // drawn)) for key in jax.random.split(jax.random.key(0)))
     scale = jnp.full((1, spec.num_kv_heads), 1 / 32 if spec.kv_dtype == "int8" else 1.0, jnp.float32)
@@ -107,7 +109,7 @@ def decode_load(
     lens[:seqs] = context_lens
     return Load(
         q=_queries(spec, rows),
-        tables=_tables(spec, pool, lens.tolist(), width, launches),
+        tables_LSB=_tables(spec, pool, lens.tolist(), width, launches),
         seq_lens_S=jnp.asarray(lens),
         cu_q_lens=jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32), seqs),
         num_decodes=seqs,
@@ -136,7 +138,7 @@ def prefill_load(
     visible = seqs * (chunk * context + chunk * (chunk + 1) // 2)
     return Load(
         q=_queries(spec, tokens),
-        tables=_tables(spec, pool, lens.tolist(), width, launches),
+        tables_LSB=_tables(spec, pool, lens.tolist(), width, launches),
         seq_lens_S=jnp.asarray(lens),
         cu_q_lens=jnp.asarray(cu),
         num_decodes=0,
@@ -149,14 +151,17 @@ def prefill_load(
 def run_decode(load: Load, pool: Pool, backend: Backend) -> jax.Array:
     """A launch for each block table, each on the output of the one before it."""
     caches = (pool.k_cache_NKbd, pool.v_cache_NKbd, pool.k_scale, pool.v_scale)
-    return _decode_chain(load.q, *caches, load.tables, load.seq_lens_S, np.int32(load.num_seqs), backend)
+    return _decode_chain(load.q, *caches, load.tables_LSB, load.seq_lens_S, np.int32(load.num_seqs), backend)
 
 
 def run_prefill(load: Load, pool: Pool, backend: Backend) -> jax.Array:
     """See `run_decode`."""
     facts = (load.seq_lens_S, load.cu_q_lens, np.int32(load.num_decodes), np.int32(load.num_seqs))
     caches = (pool.k_cache_NKbd, pool.v_cache_NKbd, pool.k_scale, pool.v_scale)
-    return _ragged_chain(load.q, *caches, load.tables, *facts, backend)
+    return _ragged_chain(load.q, *caches, load.tables_LSB, *facts, backend)
+
+
+# Loops rather than copies of the call: each copy of a Mosaic kernel would be compiled anew, seconds at a time.
 
 
 @partial(jax.jit, static_argnames="backend")
@@ -166,24 +171,18 @@ def _decode_chain(
     v: jax.Array,
     k_scale: Any,
     v_scale: Any,
-    tables: tuple[jax.Array, ...],
+    tables_LSB: jax.Array,
     lens: jax.Array,
     num_seqs: jax.Array,
     backend: Backend,
 ) -> jax.Array:
-    attend = jax.jit(partial(paged_decode, scale=q.shape[-1] ** -0.5, backend=backend))
-    for table in tables:
-        q = attend(
-            q,
-            k,
-            v,
-            block_tables_SB=table,
-            seq_lens_S=lens,
-            num_seqs=num_seqs,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    return q
+    def launch(q: jax.Array, table_SB: jax.Array) -> tuple[jax.Array, None]:
+        facts: dict[str, Any] = {"block_tables_SB": table_SB, "seq_lens_S": lens, "num_seqs": num_seqs}
+        return paged_decode(
+            q, k, v, scale=q.shape[-1] ** -0.5, backend=backend, k_scale=k_scale, v_scale=v_scale, **facts
+        ), None
+
+    return jax.lax.scan(launch, q, tables_LSB)[0]
 
 
 @partial(jax.jit, static_argnames="backend")
@@ -193,38 +192,38 @@ def _ragged_chain(
     v: jax.Array,
     k_scale: Any,
     v_scale: Any,
-    tables: tuple[jax.Array, ...],
+    tables_LSB: jax.Array,
     lens: jax.Array,
     cu_q_lens: jax.Array,
     num_decodes: jax.Array,
     num_seqs: jax.Array,
     backend: Backend,
 ) -> jax.Array:
-    attend = jax.jit(partial(ragged_paged_attention, scale=q.shape[-1] ** -0.5, backend=backend))
-    for table in tables:
-        q = attend(
-            q,
-            k,
-            v,
-            block_tables_SB=table,
-            seq_lens_S=lens,
-            cu_q_lens=cu_q_lens,
-            num_decodes=num_decodes,
-            num_seqs=num_seqs,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    return q
+    facts: dict[str, Any] = {
+        "seq_lens_S": lens,
+        "cu_q_lens": cu_q_lens,
+        "num_decodes": num_decodes,
+        "num_seqs": num_seqs,
+    }
+    scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+
+    def launch(q: jax.Array, table_SB: jax.Array) -> tuple[jax.Array, None]:
+        return ragged_paged_attention(
+            q, k, v, block_tables_SB=table_SB, scale=q.shape[-1] ** -0.5, backend=backend, **facts, **scales
+        ), None
+
+    return jax.lax.scan(launch, q, tables_LSB)[0]
 
 
 def _queries(spec: AttentionSpec, rows: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (rows, spec.num_heads, spec.head_dim), spec.dtype)
 
 
-def _tables(
-    spec: AttentionSpec, pool: Pool, lens: Sequence[int], width: int, launches: int
-) -> tuple[jax.Array, ...]:
-    """Shuffled blocks; no block is in two sequences of a table, nor in two tables while the pool lasts."""
+def _tables(spec: AttentionSpec, pool: Pool, lens: Sequence[int], width: int, launches: int) -> jax.Array:
+    """[L, S, B], a table a launch, of shuffled blocks.
+
+    No block is in two sequences of a table, nor in two tables while the pool lasts.
+    """
     rng = np.random.default_rng(0)
     wanted = [-(-n // spec.block_size) for n in lens]
     ids = rng.permutation(pool.num_blocks)
@@ -238,5 +237,5 @@ def _tables(
         for s, count in enumerate(wanted):
             table[s, :count] = ids[taken : taken + count]
             taken += count
-        tables.append(jnp.asarray(table))
-    return tuple(tables)
+        tables.append(table)
+    return jnp.asarray(np.stack(tables))

@@ -20,7 +20,7 @@ from scripts.gpu.supervisor import run_jobs
 
 EXIT_CHECK_FAILED = 1
 EXIT_BAD_INPUT = 2
-_CHECKS_AT_ONCE = 6  # processes that compile and share the device
+_CPU_AT_ONCE = 2
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as work:
         checks = _chosen(check_jobs(cpu=arguments.cpu), arguments.only)
         speeds = _chosen(speed_jobs(cpu=arguments.cpu), arguments.only)
-        at_once = 2 if arguments.cpu else _CHECKS_AT_ONCE
         common = {"cpu": arguments.cpu, "deadline": deadline, "done": done}
         found = run_jobs([environment_job()], work=Path(work, "environment"), at_once=1, **common)[0].data
         if found.get("platform", "gpu") != "gpu" and not arguments.cpu:
@@ -86,8 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
                 f"error: no GPU is here, jax finds {found['device']}; --cpu tests the logic", file=sys.stderr
             )
             return EXIT_BAD_INPUT
-        run_jobs(checks, work=Path(work, "checks"), at_once=at_once, **common)
-        run_jobs(speeds, work=Path(work, "speeds"), at_once=at_once if arguments.cpu else 1, **common)
+        # All checks share the device, since most of their time goes into compiling; timings have it to themselves.
+        together = _CPU_AT_ONCE if arguments.cpu else max(1, len(checks))
+        run_jobs(checks, work=Path(work, "checks"), at_once=together, **common)
+        run_jobs(speeds, work=Path(work, "speeds"), at_once=_CPU_AT_ONCE if arguments.cpu else 1, **common)
     if arguments.tune:
         from scripts.gpu.tune import tune_within
 

@@ -54,6 +54,6 @@ def _time(load_case: Case, place: Workplace, config: TuningConfig) -> float:
     backend: Backend = dataclasses.replace(found, tuning=config)
     launch = run_prefill if "chunk" in load_case else run_decode
     taken = median_seconds(
-        lambda: launch(load, pool, backend), jax.block_until_ready, launches=len(load.tables)
+        lambda: launch(load, pool, backend), jax.block_until_ready, launches=len(load.tables_LSB)
     )
     return taken["seconds"]

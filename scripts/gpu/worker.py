@@ -22,6 +22,7 @@ _KINDS = {
     "environment": "scripts.gpu.environment:describe",
     "attention": "scripts.gpu.correctness:attention",
     "decode": "scripts.gpu.correctness:decode",
+    "large_cache": "scripts.gpu.attention_speed:compare_in_large_cache",
     "alone": "scripts.gpu.correctness:alone_and_in_company",
     "engine": "scripts.gpu.engine_tokens:compare_engines",
     "copy": "scripts.gpu.ceilings:copy_bandwidth",
