@@ -2,9 +2,9 @@
 
 One program is one warpgroup. A fixed number of programs walk a list of work items; an item is one split of one row's
 context for one KV head. So a batch of short rows pays for no empty splits, whatever the largest number of splits. The
-KV heads of a split are neighbours in the list: they read the same blocks' pages of memory at about the same time, and
-rows that share a prefix find it in L2. Shared memory is kept under half an SM's, so that two programs fit on an SM and
-one loads while the other computes.
+KV heads of a split are neighbours in the list: they read neighbouring memory at about the same time, and rows that
+share a prefix find it in L2. The table's tile sizes keep shared memory under half an SM's, so that two programs fit
+on an SM and one loads while the other computes.
 
 The query heads of a group are the rows of a matrix of 64; the rest of it is wasted, which memory-bound work can
 afford.

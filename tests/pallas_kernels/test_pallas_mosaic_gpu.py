@@ -65,7 +65,7 @@ def mixed_batch(*, group: int, block_size: int, head_dim: int, kv_heads: int = 1
     """Decode rows of several splits and of one, and chunks that fill no tile; the padding queries are NaN."""
     problem = make_problem(
         np.random.default_rng(group),
-        contexts=[250, 6, 63, 130, 0],
+        contexts=[330, 6, 63, 130, 0],
         query_lens=[1, 1, 1, 25, 67],
         heads=kv_heads * group,
         kv_heads=kv_heads,
