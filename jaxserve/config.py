@@ -107,6 +107,9 @@ class EngineConfig:
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
+      bucket_plan: file of a plan that `jaxserve plan-buckets` made: the shapes to compile; None plans for typical
+        steps.
+      record_steps: file that the size of every step is recorded in, for `jaxserve plan-buckets`.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -123,6 +126,8 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     compilation_cache_dir: str | None = None
+    bucket_plan: str | None = None
+    record_steps: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import HostBatch, build_batch
+from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.output_processor import OutputProcessor
@@ -16,7 +17,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.output import SchedulerOutput
-from jaxserve.stats import EngineStats
+from jaxserve.stats import BucketStats, EngineStats
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -52,6 +53,7 @@ class EngineCore:
         runner: Runner,
         buckets: ShapeBuckets,
         num_blocks: int,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -61,6 +63,9 @@ class EngineCore:
         self.max_request_tokens = min(config.max_model_len, num_blocks * config.block_size)
         self._max_unfinished = config.max_num_seqs + config.max_waiting
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
+        # All there will ever be, so that a reader in another thread never sees the dict grow.
+        self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
+        self._recorder = recorder
         self._runner = runner
         self._buckets = buckets
         self._scheduler = create_scheduler(config, num_blocks)
@@ -164,9 +169,9 @@ class EngineCore:
             except BaseException as error:
                 self._dead = f"a step failed: {type(error).__name__}: {error}"
                 raise
-            self.stats.steps += 1
-            self.stats.useful_tokens += batch.num_tokens
-            self.stats.padded_tokens += batch.bucket.tokens
+            self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, len(batch.rows))
+            if self._recorder is not None:
+                self._recorder.add(batch.num_tokens + plan.num_padding_tokens, len(batch.rows))
         outputs = self._finish_step(updates)
         elapsed = time.perf_counter() - started
         self.stats.step_seconds += elapsed
@@ -182,6 +187,8 @@ class EngineCore:
         if self._dead != "it was closed":
             self._dead = "it was closed"
             self._runner.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     # One step's end.
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.batch.buckets import default_buckets
+from jaxserve.batch.bucket_plan_file import read_plan
+from jaxserve.batch.buckets import default_buckets, planned_buckets, step_limits
+from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.attention import choose_attention
@@ -39,12 +41,14 @@ def create_engine(
     """
     options = options or EngineConfig()
     progress = progress or NullProgress()
+    shapes = read_plan(Path(options.bucket_plan)) if options.bucket_plan else None
     checkpoint = open_checkpoint(resolve_model(str(model), store=store or default_store(), progress=progress))
     config = resolve(options, checkpoint.config, platform=jax.default_backend())
     attention = choose_attention(checkpoint.config, config)  # early: an error should cost no time
+    buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
+    recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
     params = checkpoint.load_params(jnp.dtype(config.dtype), progress=progress)
     num_blocks = plan_num_blocks(options, config, checkpoint.config)
-    buckets = default_buckets(config)
     runner = ModelRunner(
         checkpoint.config,
         config,
@@ -65,6 +69,7 @@ def create_engine(
         runner=runner,
         buckets=buckets,
         num_blocks=num_blocks,
+        recorder=recorder,
     )
 
 

@@ -6,6 +6,15 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
+class BucketStats:
+    """What came to one bucket: steps, and their tokens and rows of logits that were computed for nobody."""
+
+    steps: int = 0
+    padding_tokens: int = 0
+    padding_rows: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
 
@@ -20,6 +29,7 @@ class EngineStats:
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
+      by_bucket: (T, S) of every bucket there is -> what came to it.
       step_seconds, host_seconds: summed wall time of steps, and of their host part (schedule, build, update).
     """
 
@@ -40,8 +50,19 @@ class EngineStats:
     compilations: int = 0
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
     step_seconds: float = 0.0
     host_seconds: float = 0.0
+
+    def count_step(self, bucket: tuple[int, int], num_tokens: int, num_rows: int) -> None:
+        """Count a forward pass of a (T, S) with so many useful tokens and rows."""
+        self.steps += 1
+        self.useful_tokens += num_tokens
+        self.padded_tokens += bucket[0]
+        here = self.by_bucket[bucket]
+        here.steps += 1
+        here.padding_tokens += bucket[0] - num_tokens
+        here.padding_rows += bucket[1] - num_rows
 
     @property
     def packing_efficiency(self) -> float:

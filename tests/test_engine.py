@@ -302,7 +302,8 @@ def test_serving_compiles_nothing(tiny_model):
         {"min_tokens": 2, "ignore_eos": False, "stop_token_ids": tuple(range(1024))},
         {"stop": tuple(f"stop{i}" for i in range(64))},
     ]
-    lengths = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 250]
+    sizes = [tokens for tokens, _ in tiny_model.buckets.seqs_by_tokens]
+    lengths = sorted({1, 63, 64, 65, 127, 250, *(size + by for size in sizes for by in (-1, 0, 1))})
     everything = CompileCounter()
     seeds = itertools.count()
     engine = tiny_model.engine()

@@ -5,13 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from jaxserve.batch.bucket_plan import MIN_SIZE, Shapes, best_plans, top_rows
+from jaxserve.batch.step_sizes import StepLimits, typical_steps
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
-
-_MIN_TOKENS = 2  # one row alone collapses to a slow matrix-vector path on CPUs
-_ROUGH_TOKENS = (8, 16, 32)  # small sizes cost almost the same, so few will do
-_LOGIT_ROWS = (16, 64, 256)  # row counts for batches that are mostly prefill
-_PREFILL_RATIO = 4  # tokens to rows, from which on a batch counts as mostly prefill
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,7 +33,7 @@ class ShapeBuckets:
         few bytes.
     """
 
-    seqs_by_tokens: tuple[tuple[int, tuple[int, ...]], ...]
+    seqs_by_tokens: Shapes
     blocks: int
 
     def all_buckets(self) -> list[Bucket]:
@@ -61,19 +58,63 @@ class ShapeBuckets:
 
 
 def default_buckets(config: ResolvedConfig) -> ShapeBuckets:
-    """Token sizes 2, 8, 16, 32, then two steps an octave; a second, smaller row count where prefill dominates."""
-    most = max(_MIN_TOKENS, config.max_num_batched_tokens)
-    sizes = {_MIN_TOKENS, *_ROUGH_TOKENS}
-    size = _ROUGH_TOKENS[-1]
+    """The shapes of an engine that was given no plan."""
+    return planned_buckets(default_shapes(step_limits(config)), config)
+
+
+def default_shapes(limits: StepLimits) -> Shapes:
+    """The best plan for steps of which nothing is known (`typical_steps`), with `default_num_shapes` shapes."""
+    budget = default_num_shapes(limits)
+    return best_plans(typical_steps(limits), limits, max_shapes=budget).plan(budget)
+
+
+def planned_buckets(shapes: Shapes, config: ResolvedConfig) -> ShapeBuckets:
+    """The shapes of a plan that this engine can need; raises ConfigError as `buckets_for` does."""
+    return buckets_for(shapes, step_limits(config), blocks=config.max_blocks_per_seq)
+
+
+def buckets_for(shapes: Shapes, limits: StepLimits, *, blocks: int = 0) -> ShapeBuckets:
+    """The shapes of a plan that steps within the limits can need, the largest cut to the limits.
+
+    Args:
+      blocks: the block-table width.
+
+    Raises:
+      ConfigError: the plan does not hold the largest steps.
+    """
+    tokens, rows = shapes[-1]
+    if tokens < limits.max_tokens or rows[-1] < limits.max_seqs:
+        raise ConfigError(
+            f"the bucket plan holds steps of up to {tokens} tokens and {rows[-1]} sequences, but there may be some of "
+            f"{limits.max_tokens} and {limits.max_seqs}: plan again with these limits, or lower the engine's"
+        )
+    most = max(MIN_SIZE, limits.max_tokens)
+    last = bisect_left(shapes, most, key=lambda entry: entry[0])
+    kept: list[tuple[int, tuple[int, ...]]] = []
+    for size, rows in (*shapes[:last], (most, shapes[last][1])):
+        top = top_rows(size, limits)
+        kept.append((size, (*(count for count in rows if count < top), top)))
+    return ShapeBuckets(tuple(kept), blocks)
+
+
+def step_limits(config: ResolvedConfig) -> StepLimits:
+    """The largest step of an engine."""
+    return StepLimits(config.max_num_batched_tokens, config.max_num_seqs)
+
+
+def default_num_shapes(limits: StepLimits) -> int:
+    """The compile budget where none is given: each shape costs seconds of a first start.
+
+    As many as a plain ladder has: T of 2, 8, 16, 32, then two sizes an octave; of these S for all rows, and 16, 64,
+    256 where that is a quarter of T or less. So 15 for 256 tokens and 64 sequences, 34 for 2048 and 256.
+    """
+    most = max(MIN_SIZE, limits.max_tokens)
+    sizes, size = {MIN_SIZE, 8, 16, 32}, 32
     while size < most:
         sizes |= {size, size + size // 2}
         size *= 2
-    tokens = sorted({t for t in sizes if t < most} | {most})
-    return ShapeBuckets(
-        tuple((t, _row_sizes(t, config.max_num_seqs)) for t in tokens), blocks=config.max_blocks_per_seq
+    ladder = {size for size in sizes if size < most} | {most}
+    return sum(
+        1 + sum(rows < top_rows(size, limits) and rows * 4 <= size for rows in (16, 64, 256))
+        for size in ladder
     )
-
-
-def _row_sizes(tokens: int, max_num_seqs: int) -> tuple[int, ...]:
-    most = min(tokens, max(_MIN_TOKENS, max_num_seqs))
-    return (*(rows for rows in _LOGIT_ROWS if rows < most and rows * _PREFILL_RATIO <= tokens), most)

@@ -38,6 +38,8 @@ def batch(
     scheduler: options.Scheduler = options.SchedulerChoice.continuous,
     attention_backend: options.AttentionBackend = "auto",
     seed: options.Seed = 0,
+    bucket_plan: options.BucketPlan = None,
+    record_steps: options.RecordSteps = None,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -78,6 +80,8 @@ def batch(
         scheduler=scheduler,
         attention_backend=attention_backend,
         seed=seed,
+        bucket_plan=bucket_plan,
+        record_steps=record_steps,
     )
     names = tuple(served_model_name or ())
     with BarProgress() as progress:

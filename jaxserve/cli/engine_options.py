@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -105,6 +106,23 @@ Seed = Annotated[
     int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)
 ]
 
+BucketPlan = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.json",
+        help="Compile the shapes of a plan that `jaxserve plan-buckets` made [default: shapes for typical steps].",
+        rich_help_panel=PANEL,
+    ),
+]
+RecordSteps = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Record the size of every step (tokens and sequences, nothing else), for `jaxserve plan-buckets`.",
+        rich_help_panel=PANEL,
+    ),
+]
+
 
 def engine_config(
     *,
@@ -120,6 +138,8 @@ def engine_config(
     scheduler: SchedulerChoice,
     attention_backend: str,
     seed: int,
+    bucket_plan: Path | None,
+    record_steps: Path | None,
     max_waiting: int = 4096,
 ) -> EngineConfig:
     """The configuration that the flags ask for."""
@@ -136,5 +156,7 @@ def engine_config(
         scheduler=scheduler.value,
         attention_backend=attention_backend,
         seed=seed,
+        bucket_plan=None if bucket_plan is None else str(bucket_plan),
+        record_steps=None if record_steps is None else str(record_steps),
         max_waiting=max_waiting,
     )

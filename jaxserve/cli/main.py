@@ -17,6 +17,7 @@ import jaxserve
 from jaxserve.cli.batch import batch
 from jaxserve.cli.chat import chat
 from jaxserve.cli.convert import convert
+from jaxserve.cli.plan_buckets import plan_buckets
 from jaxserve.cli.pull import pull
 from jaxserve.cli.serve import serve
 from jaxserve.errors import JaxserveError
@@ -72,7 +73,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    for command in (serve, chat, batch, pull, convert):
+    for command in (serve, chat, batch, pull, convert, plan_buckets):
         app.command()(command)
     return app
 

@@ -68,6 +68,8 @@ def serve(
     scheduler: options.Scheduler = options.SchedulerChoice.continuous,
     attention_backend: options.AttentionBackend = "auto",
     seed: options.Seed = 0,
+    bucket_plan: options.BucketPlan = None,
+    record_steps: options.RecordSteps = None,
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
@@ -104,6 +106,8 @@ def serve(
         scheduler=scheduler,
         attention_backend=attention_backend,
         seed=seed,
+        bucket_plan=bucket_plan,
+        record_steps=record_steps,
         max_waiting=max_waiting,
     )
     names = tuple(served_model_name or ())

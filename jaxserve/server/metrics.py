@@ -116,6 +116,24 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        yield from self._bucket_counters()
+
+    def _bucket_counters(self) -> Iterator[Metric]:
+        """By bucket; as many label sets as the engine has shapes."""
+        labels = ["model_name", "tokens", "seqs"]
+        steps = CounterMetricFamily("jaxserve:bucket_steps", "Forward passes of each shape.", labels=labels)
+        tokens = CounterMetricFamily(
+            "jaxserve:bucket_padding_tokens", "Tokens computed for nobody, by shape.", labels=labels
+        )
+        rows = CounterMetricFamily(
+            "jaxserve:bucket_padding_rows", "Rows of logits computed for nobody, by shape.", labels=labels
+        )
+        for bucket, stats in self._stats.by_bucket.items():
+            shape = [self._model, *map(str, bucket)]
+            steps.add_metric(shape, stats.steps)
+            tokens.add_metric(shape, stats.padding_tokens)
+            rows.add_metric(shape, stats.padding_rows)
+        yield from (steps, tokens, rows)
 
 
 class _FinishedCollector(Collector):

@@ -137,7 +137,7 @@ def test_a_reused_slot_remembers_nothing(tiny_model):
 def test_padding_touches_no_running_request(tiny_model):
     """B126: prompts just above every padded size, again and again, beside a long-lived request."""
     long_lived = ask("long-lived", 9, 200)
-    lengths = [n + 1 for n in (1, 2, 8, 16, 32, 48, 64, 96)]
+    lengths = [n + 1 for n in (1, 48, 64, 96, *(tokens for tokens, _ in tiny_model.buckets.seqs_by_tokens))]
     visits = {1 + 7 * i: [ask(f"visit{i}", lengths[i % len(lengths)], 2)] for i in range(25)}
     requests = [long_lived, *(request for (request,) in visits.values())]
     outcomes = run(tiny_model.engine(num_blocks=60), {0: [long_lived]} | visits)
