@@ -8,6 +8,7 @@ from itertools import groupby
 from scripts.aot.cases import HEADS, KernelCase, StepCase
 from scripts.aot.results import Result
 from scripts.aot.targets import TARGETS
+from scripts.aot.targets_table import targets_table
 
 _SHOWN = ("HGMMA", "HMMA", "IMMA", "UTMALDG", "LDGSTS", "LDG", "MUFU", "BAR")
 
@@ -63,7 +64,7 @@ def row_start(case: KernelCase | StepCase) -> str:
 def _kernel_rows(result: Result) -> list[str]:
     start = row_start(result.case)
     if result.outcome != "compiled":
-        return [f"{start} {result.outcome}: {_cell(result.detail)} | | | | | |"]
+        return [f"{start} {_why_not(result)} | | | | | |"]
     return [
         f"{start} {kernel.name} | {kernel.registers} | {kernel.spill_stores}/{kernel.spill_loads} "
         f"| {kernel.stack} | {kernel.shared_memory:,} | {_mix(kernel.instructions)} |"
@@ -84,7 +85,7 @@ def step_table(results: Iterable[Result]) -> str:
             continue
         start = row_start(case)
         if step is None:
-            lines.append(f"{start} {result.outcome}: {_cell(result.detail)} | | | | | | |")
+            lines.append(f"{start} {_why_not(result)} | | | | | | |")
             continue
         lines.append(
             f"{start} {result.lower_seconds:.1f} + {result.compile_seconds:.1f} | {step.arguments / 1e9:.2f} "
@@ -98,8 +99,16 @@ def _mix(instructions: dict[str, int]) -> str:
     return ", ".join(f"{name} {instructions[name]}" for name in _SHOWN if instructions.get(name))
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _why_not(result: Result) -> str:
+    detail = result.detail.replace("|", "\\|").replace("\n", " ")
+    return f"{result.outcome}: {detail}" if detail else result.outcome
+
+
+def write_tables(document: str, results: list[Result]) -> str:
+    """docs/kernels.md with every table made anew."""
+    document = replace_between(document, "aot_check targets", targets_table())
+    document = replace_between(document, "aot_check kernels", kernel_tables(results))
+    return replace_between(document, "aot_check steps", step_table(results))
 
 
 def progress_line(result: Result) -> str:

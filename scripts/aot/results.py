@@ -35,14 +35,14 @@ class StepFacts:
 @dataclass(frozen=True)
 class Result:
     """Attributes:
-    outcome: "compiled"; "refused" by the backend; or "failed" (an exception, or the process died).
+    outcome: "compiled"; "refused" by the backend; "failed" (an exception, or the process died); or "not run".
     detail: why not compiled.
     kernels: the Pallas kernels of the program.
     step: of a `StepCase`.
     """
 
     case: KernelCase | StepCase
-    outcome: Literal["compiled", "refused", "failed"]
+    outcome: Literal["compiled", "refused", "failed", "not run"]
     detail: str = ""
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
