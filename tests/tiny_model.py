@@ -37,11 +37,16 @@ TINY_CONFIG: Mapping[str, Any] = {
 }
 
 
-def write_tiny_model(directory: Path, demo_checkpoint: Path, *, seed: int = 0) -> Path:
-    """Write it into a new `directory`, with tokenizer and generation defaults of `demo_checkpoint` (a store)."""
+def write_tiny_model(directory: Path, demo_checkpoint: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write it into a new `directory`, with tokenizer and generation defaults of `demo_checkpoint` (a store).
+
+    Args:
+      changes: of TINY_CONFIG.
+    """
     shutil.copytree(demo_checkpoint / read_manifest(demo_checkpoint).data / "tokenizer", directory)
-    (directory / "config.json").write_text(json.dumps(TINY_CONFIG, indent=2))
-    config = parse_model_config(TINY_CONFIG, where="TINY_CONFIG")
+    raw = {**TINY_CONFIG, **changes}
+    (directory / "config.json").write_text(json.dumps(raw, indent=2))
+    config = parse_model_config(raw, where="TINY_CONFIG")
     params = init_random(config, np.float32, seed)
     tensors = {
         spec.hf_name: np.asarray(reduce(lambda node, key: node[key], spec.path, params))
