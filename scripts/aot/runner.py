@@ -36,7 +36,7 @@ def run_all(cases: list[KernelCase | StepCase], *, jobs: int, tell: Callable[[Re
 
 def run_one(case: KernelCase | StepCase) -> Result:
     """Compile one case. Whatever happens to the process becomes a result."""
-    with tempfile.TemporaryDirectory(prefix="aot_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="jaxserve_aot_check_") as scratch:
         folder, answer = Path(scratch) / "dump", Path(scratch) / "result.json"
         environment = {
             **os.environ,
