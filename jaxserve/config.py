@@ -105,6 +105,8 @@ class EngineConfig:
       max_waiting: most sequences that wait besides the `max_num_seqs` that run; more are refused (QueueFullError).
       seed: root of the seeds of requests that bring none, so that a run can be repeated.
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
+      deterministic: a request's logits and tokens have the same bits whatever else is served, however it is batched,
+        chunked, cached or preempted. Costs speed; only on a CPU so far.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
       bucket_plan: file of a plan that `jaxserve plan-buckets` made: the shapes to compile; None plans for typical
@@ -125,6 +127,7 @@ class EngineConfig:
     max_waiting: int = 4096
     seed: int = 0
     attention_backend: str = "auto"
+    deterministic: bool = False
     compilation_cache_dir: str | None = None
     bucket_plan: str | None = None
     record_steps: str | None = None
@@ -145,6 +148,7 @@ class ResolvedConfig:
     max_waiting: int
     seed: int
     attention_backend: str
+    deterministic: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -198,6 +202,7 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         max_waiting=options.max_waiting,
         seed=options.seed,
         attention_backend=options.attention_backend,
+        deterministic=options.deterministic,
     )
 
 

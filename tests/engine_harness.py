@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets
 from jaxserve.batch.builder import HostBatch, build_batch
@@ -150,10 +151,13 @@ def serve(
     params: dict[Any, Any],
     tokenizer: Tokenizer,
     cache_directory: Path | None = None,
+    *,
+    buckets: ShapeBuckets | None = None,
+    observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
 ) -> ServedModel:
     """Compile everything. The pool holds every sequence at full length."""
     config = resolve(options, model, platform="cpu")
-    buckets = default_buckets(config)
+    buckets = buckets or default_buckets(config)
     num_blocks = config.max_num_seqs * config.max_blocks_per_seq
     runner = ModelRunner(
         model,
@@ -163,6 +167,7 @@ def serve(
         num_blocks=num_blocks + SOLO_SEQUENCES * config.max_blocks_per_seq,
         buckets=buckets,
         cache_directory=cache_directory,
+        observe_logits=observe_logits,
     )
     runner.warm_up(NullProgress())
     generation = GenerationDefaults(eos_token_ids=(2,))

@@ -28,30 +28,41 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "print what each took. The last line is ratio=X.XX, continuous over static output tokens a second. "
         "Exit codes: 0; 1 if the two gave different tokens (near-ties aside); 2 for bad input.",
     )
-    static.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
-    static.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
-    static.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
-    static.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    static.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of both engines")
-    static.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of both engines")
-    static.add_argument("--max-model-len", type=_positive, metavar="N", help="of both engines")
-    static.add_argument(
-        "--num-gpu-blocks-override",
-        type=_positive,
-        metavar="N",
-        help="KV blocks of each engine [default: enough that no request is preempted]",
-    )
+    _add_common(static)
     static.add_argument(
         "--static-batch",
         type=_positive,
         metavar="N",
         help="batch size of static alone [default: max-num-seqs]",
     )
-    static.add_argument(
+    deterministic = commands.add_parser(
+        "deterministic",
+        help="what deterministic mode costs",
+        description="Run one workload with and without deterministic mode, in turn and in one process. The last line "
+        "is ratio=X.XXX, deterministic over default output tokens a second. Exit codes: 0; 2 for bad input.",
+    )
+    _add_common(deterministic)
+    return parser.parse_args(arguments)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
+    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    command.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
+    command.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    command.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of both engines")
+    command.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of both engines")
+    command.add_argument("--max-model-len", type=_positive, metavar="N", help="of both engines")
+    command.add_argument(
+        "--num-gpu-blocks-override",
+        type=_positive,
+        metavar="N",
+        help="KV blocks of each engine [default: enough that no request is preempted]",
+    )
+    command.add_argument(
         "--repeats", type=_positive, default=1, metavar="K", help="passes of each [default: 1]"
     )
-    static.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
-    return parser.parse_args(arguments)
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     workload = read_workload(arguments.workload, limit=arguments.limit)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"{arguments.json}: there is no such folder")
-    from jaxserve.bench.static import compare, report, to_json
+    from jaxserve.bench import deterministic, static
 
     options = EngineConfig(
         dtype=arguments.dtype,
@@ -68,20 +79,34 @@ def run(arguments: argparse.Namespace) -> int:
         max_model_len=arguments.max_model_len,
         num_blocks=arguments.num_gpu_blocks_override,
     )
+    announce = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     with BarProgress() as progress:
-        result = compare(
-            arguments.model,
-            workload,
-            options,
-            static_batch=arguments.static_batch,
-            repeats=arguments.repeats,
-            progress=progress,
-            announce=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+        if arguments.command == "deterministic":
+            cost = deterministic.measure_cost(
+                arguments.model,
+                workload,
+                options,
+                repeats=arguments.repeats,
+                progress=progress,
+                announce=announce,
+            )
+            text, facts, code = deterministic.report(cost), deterministic.to_json(cost), 0
+        else:
+            result = static.compare(
+                arguments.model,
+                workload,
+                options,
+                static_batch=arguments.static_batch,
+                repeats=arguments.repeats,
+                progress=progress,
+                announce=announce,
+            )
+            text, facts = static.report(result), static.to_json(result)
+            code = EXIT_DISAGREE if result.real_differences else 0
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(to_json(result), indent=2) + "\n")
-    print(report(result))
-    return EXIT_DISAGREE if result.real_differences else 0
+        arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
+    print(text)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

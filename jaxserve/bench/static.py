@@ -89,7 +89,7 @@ def compare(
         engines = {CONTINUOUS: continuous, STATIC: static}
         for name, engine in engines.items():
             announce(f"warming up: {name}")
-            run_workload(engine, _warm_up_of(workload))
+            run_workload(engine, warm_up_of(workload))
         for repeat in range(repeats):  # A B A B, so that a machine that slows down slows both
             for name, engine in engines.items():
                 run = run_workload(engine, workload)
@@ -98,7 +98,7 @@ def compare(
                     f"pass {repeat + 1} of {repeats}, {name}: {run.seconds:.1f} s, "
                     f"{run.output_throughput:.1f} output tokens/s"
                 )
-        _require_steady(runs)
+        require_steady(runs)
         differences = find_differences(
             continuous, workload, runs[CONTINUOUS][0].token_ids, runs[STATIC][0].token_ids
         )
@@ -140,13 +140,14 @@ def _throughput(run: Run) -> float:
     return run.output_throughput
 
 
-def _warm_up_of(workload: Workload) -> Workload:
+def warm_up_of(workload: Workload) -> Workload:
     """A few short requests: programs that were just loaded pay for their first execution here."""
     items = tuple(Item(item.prompt_token_ids[:32], min(item.max_tokens, 4)) for item in workload.items[:4])
     return Workload("warm-up", items)
 
 
-def _require_steady(runs: dict[str, list[Run]]) -> None:
+def require_steady(runs: dict[str, list[Run]]) -> None:
+    """Raises JaxserveError: something was compiled during a pass, or two passes of an engine differ."""
     for name, passes in runs.items():
         if compiled := sum(run.compilations for run in passes):
             raise JaxserveError(f"{compiled} programs were compiled while the {name} engine was measured")

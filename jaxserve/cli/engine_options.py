@@ -102,6 +102,14 @@ AttentionBackend = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="A request's answer has the same bits whatever else is served (slower; on a CPU only).",
+        rich_help_panel=PANEL,
+    ),
+]
 Seed = Annotated[
     int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)
 ]
@@ -137,6 +145,7 @@ def engine_config(
     enable_prefix_caching: bool,
     scheduler: SchedulerChoice,
     attention_backend: str,
+    deterministic: bool,
     seed: int,
     bucket_plan: Path | None,
     record_steps: Path | None,
@@ -155,6 +164,7 @@ def engine_config(
         enable_prefix_caching=enable_prefix_caching,
         scheduler=scheduler.value,
         attention_backend=attention_backend,
+        deterministic=deterministic,
         seed=seed,
         bucket_plan=None if bucket_plan is None else str(bucket_plan),
         record_steps=None if record_steps is None else str(record_steps),

@@ -67,6 +67,7 @@ def serve(
     enable_prefix_caching: options.EnablePrefixCaching = True,
     scheduler: options.Scheduler = options.SchedulerChoice.continuous,
     attention_backend: options.AttentionBackend = "auto",
+    deterministic: options.Deterministic = False,
     seed: options.Seed = 0,
     bucket_plan: options.BucketPlan = None,
     record_steps: options.RecordSteps = None,
@@ -93,6 +94,7 @@ def serve(
     if api_key == "":
         raise typer.BadParameter("--api-key must not be empty")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which attention backend runs
     config = options.engine_config(
         dtype=dtype,
         max_model_len=max_model_len,
@@ -105,6 +107,7 @@ def serve(
         enable_prefix_caching=enable_prefix_caching,
         scheduler=scheduler,
         attention_backend=attention_backend,
+        deterministic=deterministic,
         seed=seed,
         bucket_plan=bucket_plan,
         record_steps=record_steps,

@@ -30,7 +30,10 @@ def choose_attention(model: ModelConfig, config: ResolvedConfig) -> Backend:
     )
     try:
         return resolve_backend(
-            forced or config.attention_backend, spec=spec, device=facts_of(jax.local_devices()[0])
+            forced or config.attention_backend,
+            spec=spec,
+            device=facts_of(jax.local_devices()[0]),
+            deterministic=config.deterministic,
         )
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {error}" if forced else str(error)) from error

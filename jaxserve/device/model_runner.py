@@ -32,6 +32,7 @@ from jaxserve.device.sampling import (
     load_row,
 )
 from jaxserve.device.step import DeviceState, StepOutput, serve_step
+from jaxserve.errors import ConfigError
 from jaxserve.models.registry import get_family
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
@@ -51,6 +52,10 @@ class ModelRunner:
       attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
       cache_directory: where compiled programs are kept between starts; None keeps none.
+      observe_logits: for tests: given the batch and the float32 logits [S, V] of every step.
+
+    Raises:
+      ConfigError: a bucket has a single row or token, whose bits `config.deterministic` could not promise.
     """
 
     def __init__(
@@ -63,10 +68,15 @@ class ModelRunner:
         num_blocks: int,
         buckets: ShapeBuckets,
         cache_directory: Path | None,
+        observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
     ) -> None:
+        if config.deterministic and any(min(b.tokens, b.seqs) < 2 for b in buckets.all_buckets()):
+            raise ConfigError("deterministic mode needs buckets of at least 2 tokens and 2 sequences")
         dtype = jnp.dtype(config.dtype)
         build = get_family(model.architecture).build
-        abstract = nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(
+            lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0), deterministic=config.deterministic)
+        )
         graphdef, state = nnx.split(abstract)
         nnx.replace_by_pure_dict(state, params)
         attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
@@ -80,7 +90,16 @@ class ModelRunner:
         )
         # A jit of its own, so that a step traces attention once and not once a layer.
         attend = jax.jit(partial(ragged_paged_attention, **attention_options))
-        self._step = partial(serve_step, graphdef, attend, rows_at_once)
+        self._observe_logits = observe_logits
+        keep_logits = observe_logits is not None
+        self._step = partial(
+            serve_step,
+            graphdef,
+            attend,
+            rows_at_once,
+            deterministic=config.deterministic,
+            keep_logits=keep_logits,
+        )
         self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._load_or_compile)
         self._compile_counter = CompileCounter()
         self._cache = None
@@ -92,6 +111,7 @@ class ModelRunner:
                 "model": model,
                 "attention": attention_options,
                 "rows_at_once": rows_at_once,
+                "step": {"deterministic": config.deterministic, "keep_logits": keep_logits},
                 "arrays": _abstract((self._params, self._state)),
             }
             self._cache = ExecutableCache(cache_directory, make_manifest(configs, _SOURCES_DIGEST))
@@ -121,6 +141,8 @@ class ModelRunner:
                     self._load_row(row.request)
             step = self._executables[batch.bucket]
             self._state, output = step(self._params, self._state, jax.device_put(batch.packed))
+            if self._observe_logits is not None:
+                self._observe_logits(batch, jax.device_get(output.logits_SV))
             return _read_back(output, batch)
 
     def close(self) -> None:
@@ -149,7 +171,8 @@ class ModelRunner:
         state = _abstract(self._state)
         if isinstance(key, Bucket):
             batch = (_abstract(self._params), state, ints(packed_size(key)))
-            return partial(self._step, key), 1, batch, jax.tree.structure((state, StepOutput.structure()))
+            output = StepOutput.structure(keep_logits=self._observe_logits is not None)
+            return partial(self._step, key), 1, batch, jax.tree.structure((state, output))
         if key == _COPY_BLOCKS:
             copies = (state.kv_cache, ints(kv_cache.COPY_BATCH, 2))
             return kv_cache.copy_blocks, 0, copies, jax.tree.structure(state.kv_cache)

@@ -141,6 +141,12 @@ def argmax(logits_SV: jax.Array) -> jax.Array:
     return index.min(-1) % vocab
 
 
+def logprobs_by_row(logits_MV: jax.Array, token_M: jax.Array) -> Logprobs:
+    """`logprobs_of`, one row at a time, so that no row's bits depend on M."""
+    by_row = lax.map(lambda row: logprobs_of(row[0][None], row[1][None]), (logits_MV, token_M))
+    return jax.tree.map(lambda x: x[:, 0], by_row)
+
+
 def logprobs_of(logits_MV: jax.Array, token_M: jax.Array) -> Logprobs:
     """Logprobs of given tokens and of the most likely ones."""
     normalizer_M = jax.nn.logsumexp(logits_MV, axis=-1)

@@ -15,7 +15,14 @@ from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.flags import BatchFlag
 from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
 from jaxserve.device.kv_cache import KVCache, write_kv
-from jaxserve.device.sampling import Logprobs, SamplingState, logprobs_of, no_logprobs, sample
+from jaxserve.device.sampling import (
+    Logprobs,
+    SamplingState,
+    logprobs_by_row,
+    logprobs_of,
+    no_logprobs,
+    sample,
+)
 
 _SCORED_ROWS = 32  # prompt positions scored at a time, so that T x V logits never exist at once
 
@@ -44,19 +51,21 @@ class StepOutput:
       finite_S: bool, whether the row's logits were all finite.
       logprobs: of the new tokens [S]; zeros unless BatchFlag.LOGPROBS.
       prompt_logprobs: of `target_ids_T` [T]; zeros unless BatchFlag.PROMPT_LOGPROBS.
+      logits_SV: float32, each row's logits as the model gave them; None unless the step keeps them.
     """
 
     token_ids_S: jax.Array
     finite_S: jax.Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs
+    logits_SV: jax.Array | None = None
 
     @classmethod
-    def structure(cls) -> StepOutput:
+    def structure(cls, *, keep_logits: bool = False) -> StepOutput:
         """An instance with a placeholder for each array, for its tree structure."""
         leaf: Any = 0
         logprobs = Logprobs(leaf, leaf, leaf, leaf)
-        return cls(leaf, leaf, logprobs, logprobs)
+        return cls(leaf, leaf, logprobs, logprobs, leaf if keep_logits else None)
 
 
 def serve_step(
@@ -67,6 +76,9 @@ def serve_step(
     params: Any,
     state: DeviceState,
     packed: jax.Array,
+    *,
+    deterministic: bool = False,
+    keep_logits: bool = False,
 ) -> tuple[DeviceState, StepOutput]:
     """One forward pass over a packed batch, and one sampled token for each row.
 
@@ -76,7 +88,11 @@ def serve_step(
       rows_at_once: see `sampling.sample`.
       params: the model's NNX state.
       packed: int32 vector, see `batch.layout`.
+      deterministic: logprobs have the same bits whatever the bucket is. (Model and attention have such flags of
+        their own, and sampling needs none with `rows_at_once` 1.)
+      keep_logits: return the logits as well, for tests.
     """
+    score = logprobs_by_row if deterministic else logprobs_of
     batch = unpack_batch(packed, bucket)
     model = nnx.merge(graphdef, params)
 
@@ -107,16 +123,17 @@ def serve_step(
         num_rows, vocab_size = logits_SV.shape
         logprobs = lax.cond(
             (batch.flags & BatchFlag.LOGPROBS) != 0,
-            lambda: logprobs_of(logits_SV, token_S),
+            lambda: score(logits_SV, token_S),
             lambda: no_logprobs(num_rows, vocab_size),
         )
-        prompt_logprobs = _score_prompt(model.compute_logits, hidden_TD, batch, vocab_size)
-    output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs)
+        prompt_logprobs = _score_prompt(model.compute_logits, score, hidden_TD, batch, vocab_size)
+    output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs, logits_SV if keep_logits else None)
     return DeviceState(kv_cache, sampling), output
 
 
 def _score_prompt(
     compute_logits: Callable[[jax.Array], jax.Array],
+    score: Callable[[jax.Array, jax.Array], Logprobs],
     hidden_TD: jax.Array,
     batch: ForwardBatch,
     vocab_size: int,
@@ -131,7 +148,7 @@ def _score_prompt(
 
     def chunk(index: jax.Array, scored: Logprobs) -> Logprobs:
         start = index * rows
-        new = logprobs_of(
+        new = score(
             compute_logits(lax.dynamic_slice_in_dim(hidden, start, rows)),
             lax.dynamic_slice_in_dim(targets, start, rows),
         )

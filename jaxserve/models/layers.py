@@ -22,6 +22,11 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+_SUM_COLUMNS = (
+    16  # equal columns of a product that sums rows; a single one would make it a matrix-vector product
+)
+
+
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     """The activation a Hugging Face config calls `name`.
 
@@ -80,15 +85,26 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm (arXiv 1910.07467), computed in float32 and returned in x's dtype; `scale` is [D]."""
+    """Root-mean-square norm (arXiv 1910.07467), computed in float32 and returned in x's dtype; `scale` is [D].
 
-    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype):
+    Args:
+      deterministic: a row's bits do not depend on T (at least 2). XLA's CPU backend chooses by the size of an array
+        how it sums rows, but computes each row of a matrix product alike: so the squares are summed by one.
+    """
+
+    def __init__(self, features: int, *, eps: float, dtype: jnp.dtype, deterministic: bool = False):
         self.scale = nnx.Param(jnp.ones((features,), dtype))
         self.eps = eps
+        self.deterministic = deterministic
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         wide_TD = x_TD.astype(jnp.float32)
-        inverse_rms_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True) + self.eps)
+        if self.deterministic:
+            width = x_TD.shape[-1]
+            mean_T1 = project(jnp.square(wide_TD), jnp.ones((_SUM_COLUMNS, width)))[:, :1] / width
+        else:
+            mean_T1 = jnp.mean(jnp.square(wide_TD), axis=-1, keepdims=True)
+        inverse_rms_T1 = jax.lax.rsqrt(mean_T1 + self.eps)
         return (wide_TD * inverse_rms_T1 * self.scale[...].astype(jnp.float32)).astype(x_TD.dtype)
 
 

@@ -58,11 +58,11 @@ class LlamaAttention(nnx.Module):
 class LlamaBlock(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs, deterministic: bool):
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.input_layernorm = RMSNorm(width, eps=eps, dtype=dtype, deterministic=deterministic)
         self.self_attn = LlamaAttention(config, dtype=dtype, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(width, eps=eps, dtype=dtype, deterministic=deterministic)
         self.mlp = GatedMLP(
             width,
             config.intermediate_size,
@@ -95,18 +95,26 @@ class LlamaForCausalLM(nnx.Module):
     Args:
       config: the model's shape; its rotary settings are checked here.
       dtype: of weights and activations.
+      deterministic: a token's hidden state has the same bits whatever T is (at least 2), where matrix products do.
 
     Raises:
       CheckpointError: an activation or rotary setting that this family does not have.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs, deterministic: bool = False):
         dtype = jnp.dtype(dtype)
         rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([LlamaBlock(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.layers = nnx.List(
+            [
+                LlamaBlock(config, dtype=dtype, rngs=rngs, deterministic=deterministic)
+                for _ in range(config.num_layers)
+            ]
+        )
+        self.norm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype, deterministic=deterministic
+        )
         if not config.tie_word_embeddings:
             self.lm_head = Linear(
                 config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs

@@ -39,7 +39,8 @@ class WeightSpec:
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """Attributes:
-    build: makes the module: ``build(config, dtype=..., rngs=...)``; under `nnx.eval_shape` it allocates nothing.
+    build: makes the module: ``build(config, dtype=..., rngs=..., deterministic=False)``; under `nnx.eval_shape` it
+      allocates nothing.
     weight_specs: every parameter of a configuration.
     """
 

@@ -33,12 +33,15 @@ class Backend:
       interpret: run a GPU kernel's code on the CPU, slowly, to debug it.
       tuning: tile sizes; None for XLA.
       max_splits: most splits of a decode row's context. A row's split depends on its own length alone.
+      deterministic: a row's bits are a function of its own sequence alone, also whether it is decoded or part of a
+        prefill chunk.
     """
 
     name: str
     interpret: bool = False
     tuning: TuningConfig | None = None
     max_splits: int = 1
+    deterministic: bool = False
 
 
 XLA = Backend("xla")
@@ -49,8 +52,13 @@ def backend_names() -> tuple[str, ...]:
     return (*_MODULES, *_INTERPRETED, _ANY_INTERPRETED)
 
 
-def resolve_backend(name: str, *, spec: AttentionSpec, device: DeviceFacts) -> Backend:
+def resolve_backend(
+    name: str, *, spec: AttentionSpec, device: DeviceFacts, deterministic: bool = False
+) -> Backend:
     """The backend that runs for `name`: "auto" is the fastest that supports the call.
+
+    Args:
+      deterministic: see `Backend`. Only "xla" on a CPU can promise that so far.
 
     Raises:
       ValueError: no backend of that name exists; the text lists those that do.
@@ -69,7 +77,7 @@ def resolve_backend(name: str, *, spec: AttentionSpec, device: DeviceFacts) -> B
         )
     for candidate in candidates:
         try:
-            backend = _prepare(candidate, spec, device)
+            backend = _prepare(candidate, spec, device, deterministic)
         except NotImplementedError as error:
             if candidate == candidates[-1]:
                 raise
@@ -94,11 +102,15 @@ def module_of(backend: Backend) -> ModuleType:
         ) from error
 
 
-def _prepare(name: str, spec: AttentionSpec, device: DeviceFacts) -> Backend:
+def _prepare(name: str, spec: AttentionSpec, device: DeviceFacts, deterministic: bool) -> Backend:
     interpret = name.endswith(_INTERPRET)
     name = name.removesuffix(_INTERPRET)
+    if deterministic and (name != "xla" or device.platform != "cpu"):
+        raise NotImplementedError(
+            f"{name} on a {device.platform} promises no bit-equal results: deterministic mode needs xla on a cpu"
+        )
     if name == "xla":
-        return XLA
+        return Backend("xla", deterministic=deterministic)
     if not interpret and device.platform != "gpu":
         raise NotImplementedError(
             f"{name} needs an NVIDIA GPU, this is a {device.platform}; {name}{_INTERPRET} runs its code slowly here"

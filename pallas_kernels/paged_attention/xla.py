@@ -7,6 +7,10 @@ anything, and one executable serves every context length.
 
 A row's sums run over the same windows in the same order whatever shares its tile: a window past a row's own
 length multiplies by one and adds zero, exactly.
+
+That leaves the size of the tile, by which XLA chooses how it sums a row and whether it computes an exponential in a
+vector or alone, with other bits. A deterministic backend therefore decays by powers of two, which are exact, and lets
+matrix products do the sums: XLA's CPU backend computes each of their rows alike however many (at least 2) there are.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ _FEW_DECODE_ROWS = (
 )
 _PREFILL_ROWS = 32  # query rows a prefill tile holds
 _WINDOW_TOKENS = 128  # context tokens a tile reads at a time, rounded to whole blocks
+_LOG2_E = 1.4426950408889634
+_SUM_COLUMNS = 16  # a product of fewer columns becomes a matrix-vector one
 _MASKED = -1e30  # finite, so that a fully masked row yields exp(0) * 0 and not NaN
 
 
@@ -50,7 +56,7 @@ def ragged_paged_attention(
     num_tokens = q_THd.shape[0]
     num_rows = min(num_tokens, block_tables_SB.shape[0])
     context = _Context(
-        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window=sliding_window, soft_cap=soft_cap
+        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window, soft_cap, backend.deterministic
     )
     decoded = _decode_tiles(
         q_THd[:num_rows], context, block_tables_SB[:num_rows], seq_lens_S[:num_rows], num_decodes
@@ -84,7 +90,7 @@ def paged_decode(
 ) -> jax.Array:
     """See `api.paged_decode`."""
     context = _Context(
-        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window=sliding_window, soft_cap=soft_cap
+        k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, scale, sliding_window, soft_cap, backend.deterministic
     )
     return _decode_tiles(q_SHd, context, block_tables_SB, seq_lens_S, num_seqs)
 
@@ -100,6 +106,7 @@ class _Context:
     scale: float
     sliding_window: int | None
     soft_cap: float | None
+    deterministic: bool
 
 
 def _decode_tiles(
@@ -165,6 +172,10 @@ def _attend_tile(
     num_rows, num_queries, num_heads, head_dim = q_RQHd.shape
     _, num_kv_heads, block_size, _ = context.k_cache_NKbd.shape
     group = num_heads // num_kv_heads
+    if context.deterministic and num_queries * group == 1:  # a matrix of one row would be a vector
+        padded = jnp.pad(q_RQHd, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        positions = jnp.pad(q_position_RQ, ((0, 0), (0, 1)), constant_values=-1)
+        return _attend_tile(context, padded, table_RB, positions)[:, :1]
     blocks = max(1, min(_WINDOW_TOKENS // block_size, table_RB.shape[1]))
     window = blocks * block_size
     # [R, K, M, d] with M = Q * G: the query rows that share a KV head form one matrix.
@@ -175,6 +186,7 @@ def _attend_tile(
     table = jnp.pad(table_RB, ((0, 0), (0, -table_RB.shape[1] % blocks)))
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     in_window = lax.iota(jnp.int32, window)
+    weigh, row_sum = (_weigh_exactly, _product_sum) if context.deterministic else (_weigh, _sum)
 
     def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
@@ -204,14 +216,10 @@ def _attend_tile(
         scores = product("rkmd,rkwd->rkmw", q, gather(context.k_cache_NKbd, context.k_scale)) * context.scale
         if context.soft_cap is not None:
             scores = context.soft_cap * jnp.tanh(scores / context.soft_cap)
-        scores = jnp.where(visible, scores, _MASKED)
-        new_peak = jnp.maximum(peak, scores.max(-1))
-        decay = jnp.exp(peak - new_peak)
-        # A window without a visible key must add nothing, also while the peak still is _MASKED.
-        weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+        new_peak, decay, weights = weigh(scores, visible, peak)
         values = jnp.where(filled, gather(context.v_cache_NKbd, context.v_scale), 0)
         added = product("rkmw,rkwd->rkmd", weights.astype(q.dtype), values)
-        return acc * decay[..., None] + added, new_peak, total * decay + weights.sum(-1)
+        return acc * decay[..., None] + added, new_peak, total * decay + row_sum(weights)
 
     per_row = q.shape[:3]
     init = (jnp.zeros(q.shape, jnp.float32), jnp.full(per_row, _MASKED), jnp.zeros(per_row))
@@ -227,6 +235,45 @@ def _attend_tile(
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(num_rows, num_kv_heads, num_queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_rows, num_queries, num_heads, head_dim)
+
+
+def _weigh(
+    scores_RKMw: jax.Array, visible: jax.Array, peak_RKM: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One step of the online softmax: (new peak, factor for what was summed before, weights of this window).
+
+    Args:
+      visible: bool, broadcastable to the scores.
+      peak_RKM: the largest score so far.
+    """
+    scores = jnp.where(visible, scores_RKMw, _MASKED)
+    new_peak = jnp.maximum(peak_RKM, scores.max(-1))
+    # A window without a visible key must add nothing, also while the peak still is _MASKED.
+    weights = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+    return new_peak, jnp.exp(peak_RKM - new_peak), weights
+
+
+def _weigh_exactly(
+    scores_RKMw: jax.Array, visible: jax.Array, peak_RKM: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`_weigh` to base 2 with the peak rounded up to an integer, so that the factor is a power of two."""
+    scores = jnp.where(visible, scores_RKMw * _LOG2_E, _MASKED)
+    new_peak = jnp.maximum(peak_RKM, jnp.ceil(scores.max(-1)))
+    exponent = jnp.clip(peak_RKM - new_peak, -126, 0).astype(jnp.int32)
+    decay = lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    weights = jnp.where(visible, jnp.exp2(scores - new_peak[..., None]), 0.0)
+    return new_peak, decay, weights
+
+
+def _sum(weights_RKMw: jax.Array) -> jax.Array:
+    return weights_RKMw.sum(-1)
+
+
+def _product_sum(weights_RKMw: jax.Array) -> jax.Array:
+    """The sums of the rows, [R, K, M], by a matrix product."""
+    num_rows, num_kv_heads, _, window = weights_RKMw.shape
+    ones_RKwc = jnp.ones((num_rows, num_kv_heads, window, _SUM_COLUMNS), weights_RKMw.dtype)
+    return jnp.einsum("rkmw,rkwc->rkmc", weights_RKMw, ones_RKwc, precision=lax.Precision.HIGHEST)[..., 0]
 
 
 # Slices whose starts are known to be in bounds and not negative: the checks that jax adds otherwise would be

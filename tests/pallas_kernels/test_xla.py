@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import XLA
 from tests.pallas_kernels.problems import (
+    Problem,
     appended_to,
     expected,
     in_dtype,
@@ -97,6 +98,44 @@ def test_a_row_does_not_depend_on_its_batch_mates(query_len: int, window: int | 
     alone, mates = (dataclasses.replace(problem, sliding_window=window) for problem in (alone, mates))
     together, row = appended_to(mates, alone)
     np.testing.assert_array_equal(run(alone, XLA)[:query_len], run(together, XLA)[row : row + query_len])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 2, 16), (3, 1, 64), (3, 3, 64), (2, 8, 64)])
+def test_deterministic_rows_do_not_depend_on_how_they_are_computed(kv_heads, group, head_dim, dtype) -> None:
+    """Bit for bit: the last rows of a chunk, decoded instead, a few or many at a time, or in a smaller chunk."""
+    backend = dataclasses.replace(XLA, deterministic=True)
+    shape = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": 16}
+    for length in (37, 129, 300, 700):
+        rng = np.random.default_rng(length)
+        whole = make_problem(rng, contexts=[length - 37], query_lens=[37], **shape)
+        whole = in_dtype(
+            dataclasses.replace(whole, q=2 * whole.q), dtype
+        )  # peaks that move from window to window
+        rows = run(whole, backend)
+        np.testing.assert_allclose(rows, expected(whole), atol=4e-6 if dtype == "float32" else 3e-2, rtol=0)
+        for count in (2, 4, 9):
+            np.testing.assert_array_equal(run(decoded(whole, count), backend), rows[-count:])
+        np.testing.assert_array_equal(run(last_chunk(whole, 5), backend), rows[-5:])
+
+
+def decoded(problem: Problem, count: int) -> Problem:
+    """The last rows of a problem of one sequence, each as a sequence of its own over the same blocks."""
+    length = problem.seq_lens[0]
+    return dataclasses.replace(
+        problem,
+        q=problem.q[-count:],
+        block_tables=np.repeat(problem.block_tables, count, axis=0),
+        seq_lens=np.arange(length - count + 1, length + 1, dtype=np.int32),
+        cu_q_lens=np.arange(count + 1, dtype=np.int32),
+        num_decodes=count,
+        num_seqs=count,
+    )
+
+
+def last_chunk(problem: Problem, count: int) -> Problem:
+    """The last rows of a problem of one sequence as a chunk."""
+    return dataclasses.replace(problem, q=problem.q[-count:], cu_q_lens=np.array([0, count], np.int32))
 
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:
