@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import split_k
+from pallas_kernels.paged_attention.mosaic_gpu_combine import combine_splits
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     COMPILER_PARAMS,
     ROWS,
@@ -84,11 +85,11 @@ def decode_rows(
     per_row = (max_splits, num_rows, num_kv_heads, padded_group)
     tile_barrier = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
 
-    def body(*refs: Any) -> None:
+    def paged_decode(*refs: Any) -> None:
         _walk_items(refs, num_kv_heads, padded_group, stages, math_)
 
     partial, peak, total = plgpu.kernel(
-        body,
+        paged_decode,
         out_type=[
             jax.ShapeDtypeStruct((*per_row, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(per_row, jnp.float32),
@@ -116,11 +117,16 @@ def decode_rows(
         **interpret_argument(math_.interpret),
     )(q_SKGd, k_cache_NKbd, v_cache_NKbd, pad_tables(block_tables_SB, math_), items_W5, count_1)
 
-    def heads(x: jax.Array) -> jax.Array:
-        x = x[:, :, :, :group]
-        return x.reshape(*x.shape[:2], num_heads, *x.shape[4:])
-
-    return split_k.combine(heads(partial), heads(peak), heads(total), splits.num_splits)
+    padded_heads = num_kv_heads * padded_group
+    out_SPd = combine_splits(
+        partial.reshape(max_splits, num_rows, padded_heads, head_dim),
+        peak.reshape(max_splits, num_rows, padded_heads),
+        total.reshape(max_splits, num_rows, padded_heads),
+        splits.num_splits,
+        interpret=math_.interpret,
+    )
+    out_SKGd = out_SPd.reshape(num_rows, num_kv_heads, padded_group, head_dim)[:, :, :group]
+    return out_SKGd.reshape(num_rows, num_heads, head_dim)
 
 
 def _list_items(

@@ -86,11 +86,11 @@ def prefill_tiles(
     loaded = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
     released = plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=stages)
 
-    def body(*refs: Any) -> None:
+    def paged_prefill(*refs: Any) -> None:
         _run_program(refs, num_kv_heads, group, stages, math_)
 
     out_IWrd = plgpu.kernel(
-        body,
+        paged_prefill,
         out_type=jax.ShapeDtypeStruct((num_kv_heads * num_tiles, _COMPUTING, ROWS, head_dim), q_THd.dtype),
         grid=(_PROGRAMS_INTERPRETED if math_.interpret else _PROGRAMS,),
         grid_names=("program",),
