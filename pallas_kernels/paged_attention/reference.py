@@ -21,24 +21,25 @@ def ragged_paged_attention(
     v_scale: np.ndarray | None = None,
 ) -> np.ndarray:
     """See `api.ragged_paged_attention`. Returns float64 [T, H, d]; padding rows are 0."""
-    num_heads = q_THd.shape[1]
-    num_kv_heads = k_cache_NKbd.shape[1]
+    num_heads, num_kv_heads = q_THd.shape[1], k_cache_NKbd.shape[1]
     out = np.zeros(q_THd.shape, np.float64)
     for s in range(num_seqs):
         first, end = int(cu_q_lens[s]), int(cu_q_lens[s + 1])
         length = int(seq_lens_S[s])
         keys_LKd = _sequence(k_cache_NKbd, k_scale, block_tables_SB[s], length)
         values_LKd = _sequence(v_cache_NKbd, v_scale, block_tables_SB[s], length)
-        for row in range(first, end):
-            visible = length - (end - row) + 1
-            oldest = max(0, visible - sliding_window) if sliding_window is not None else 0
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                scores = keys_LKd[oldest:visible, kv_head] @ q_THd[row, head].astype(np.float64) * scale
-                if soft_cap is not None:
-                    scores = soft_cap * np.tanh(scores / soft_cap)
-                weights = np.exp(scores - scores.max())
-                out[row, head] = (weights / weights.sum()) @ values_LKd[oldest:visible, kv_head]
+        query, key = np.arange(length - (end - first), length)[:, None], np.arange(length)
+        visible = key <= query
+        if sliding_window is not None:
+            visible &= key > query - sliding_window
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            scores = q_THd[first:end, head].astype(np.float64) @ keys_LKd[:, kv_head].T * scale
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            scores = np.where(visible, scores, -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[first:end, head] = weights / weights.sum(axis=1, keepdims=True) @ values_LKd[:, kv_head]
     return out
 
 

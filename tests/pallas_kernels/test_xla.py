@@ -104,7 +104,6 @@ def test_a_row_does_not_depend_on_its_batch_mates(query_len: int, window: int | 
     ("kv_heads", "group", "head_dim", "dtype"),
     [
         (2, 2, 16, "float32"),
-        (3, 1, 64, "float32"),
         (3, 1, 64, "bfloat16"),
         (3, 3, 64, "float32"),
         (2, 8, 64, "bfloat16"),
@@ -114,17 +113,14 @@ def test_deterministic_rows_do_not_depend_on_how_they_are_computed(kv_heads, gro
     """Bit for bit: the last rows of a chunk, decoded instead, a few or many at a time, or in a smaller chunk."""
     backend = dataclasses.replace(XLA, deterministic=True)
     shape = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": 16}
-    for length in (37, 700):
-        rng = np.random.default_rng(length)
-        whole = make_problem(rng, contexts=[length - 37], query_lens=[37], **shape)
-        whole = in_dtype(
-            dataclasses.replace(whole, q=2 * whole.q), dtype
-        )  # peaks that move from window to window
-        rows = run(whole, backend)
-        np.testing.assert_allclose(rows, expected(whole), atol=4e-6 if dtype == "float32" else 3e-2, rtol=0)
-        for count in (2, 9):
-            np.testing.assert_array_equal(run(decoded(whole, count), backend), rows[-count:])
-        np.testing.assert_array_equal(run(last_chunk(whole, 5), backend), rows[-5:])
+    whole = make_problem(np.random.default_rng(700), contexts=[663], query_lens=[37], **shape)
+    # Wide queries: peaks that move from window to window.
+    whole = in_dtype(dataclasses.replace(whole, q=2 * whole.q), dtype)
+    rows = run(whole, backend)
+    np.testing.assert_allclose(rows, expected(whole), atol=4e-6 if dtype == "float32" else 3e-2, rtol=0)
+    for count in (2, 9):
+        np.testing.assert_array_equal(run(decoded(whole, count), backend), rows[-count:])
+    np.testing.assert_array_equal(run(last_chunk(whole, 5), backend), rows[-5:])
 
 
 def decoded(problem: Problem, count: int) -> Problem:
