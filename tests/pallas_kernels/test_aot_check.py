@@ -392,7 +392,7 @@ def test_kernels_compile_for_a_gpu(
     assert result.case.name == case
     assert len(result.kernels) >= 2, "a decode kernel and a prefill kernel"
     products = "HGMMA" if "mosaic" in case else "HMMA"
-    assert all(kernel.shared_memory > 0 for kernel in result.kernels)
+    assert sum(kernel.shared_memory > 0 for kernel in result.kernels) >= 2
     assert any(kernel.instructions.get(products) for kernel in result.kernels)
 
 
