@@ -1,4 +1,4 @@
-"""The parts of a decode row's context made one, on Hopper: `split_k.combine` that reads no split which a row lacks.
+"""The parts of a decode row's context made one, on Hopper. No split that a row lacks is read.
 
 XLA computes the small arrays (a number for each split and head): each split's share of the result. The kernel adds up
 the large ones, split after split: the order of the sum is that of the splits, for every shape of the batch.
@@ -29,10 +29,11 @@ def combine_splits(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """As `split_k.combine`, P heads at a time.
+    """The rows' results from those of their splits.
 
     Args:
-      partial_CSPd: float32; P * d is a multiple of 128.
+      partial_CSPd, peak_CSP, total_CSP: float32, see `split_k`; P heads, P * d is a multiple of 128.
+      num_splits_S: int32.
 
     Returns:
       float32 [S, P, d]; 0 for rows without a split.

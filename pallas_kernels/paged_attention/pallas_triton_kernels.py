@@ -96,7 +96,7 @@ def decode_kernel(
 ) -> None:
     """Program (s, h, c): KV head h of sequence s over the c-th split of its context.
 
-    Writes the split's part of partial [C, S, H, d], peak and total [C, S, H] (see `split_k.combine`), or nothing where
+    Writes the split's part of partial [C, S, H, d], peak and total [C, S, H] (see `split_k`), or nothing where
     the sequence has fewer splits.
     """
     *context_refs, partial_CSHd, peak_CSH, total_CSH = refs
@@ -143,7 +143,7 @@ def combine_kernel(
 ) -> None:
     """Program (s, h): head h of row s of the output [S or more, H, d], the last of `refs`, from its splits' results.
 
-    What `split_k.combine` computes, but all splits at once, and none that the row does not have is read. The sums'
+    All splits at once, and none that the row does not have is read. The sums'
     order depends on static sizes only.
     """
     out_SHd = refs[-1]

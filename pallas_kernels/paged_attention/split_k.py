@@ -1,7 +1,9 @@
-"""Flash-decoding: how a decode row's context is cut into splits, and how their partial results become one.
+"""Flash-decoding: how a decode row's context is cut into splits.
 
-A row's cut depends on that row's own length and on constants, never on its batch mates or on the bucket, and partial
-results are added in the order of the splits: the row's bits are the same in any company.
+A row's cut depends on that row's own length and on constants, never on its batch mates or on the bucket. A kernel of
+each backend makes one of the splits' results, in an order that static sizes fix: a row's bits are the same in any
+company. A split leaves its weighted sum of values, not divided (partial), its largest score in log2 units (peak), and
+its sum of exp2(score - peak) (total). What stands beyond a row's own number of splits may be anything, NaN included.
 
 Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/); online softmax (arXiv 1805.02867).
 """
@@ -51,33 +53,3 @@ def cut_rows(
     fewest = max(1, split_tokens // block_k)
     per_split = jnp.maximum(lax.div(tiles + (max_splits - 1), max_splits), fewest)
     return Splits(first, end, per_split, lax.div(tiles + (per_split - 1), per_split))
-
-
-def combine(
-    partial_CSHd: jax.Array, peak_CSH: jax.Array, total_CSH: jax.Array, num_splits_S: jax.Array
-) -> jax.Array:
-    """The rows' results from those of their splits.
-
-    Args:
-      partial_CSHd: float32; each split's weighted sum of values, not divided by `total`. What stands beyond a row's
-        own number of splits may be anything, NaN included.
-      peak_CSH: float32; each split's largest score, in units of log2.
-      total_CSH: float32; each split's sum of exp2(score - peak).
-      num_splits_S: int32.
-
-    Returns:
-      float32 [S, H, d]; 0 for rows without a split.
-    """
-    num_rows, num_heads, head_dim = partial_CSHd.shape[1:]
-    acc = jnp.zeros((num_rows, num_heads, head_dim), jnp.float32)
-    peak = jnp.full((num_rows, num_heads), -jnp.inf, jnp.float32)
-    total = jnp.zeros((num_rows, num_heads), jnp.float32)
-    for c in range(partial_CSHd.shape[0]):  # one after the other: the order of the sum is fixed
-        real = (c < num_splits_S)[:, None]
-        new_peak = jnp.where(real, jnp.maximum(peak, peak_CSH[c]), peak)
-        decay = jnp.where(real & (peak > -jnp.inf), jnp.exp2(peak - new_peak), 1.0)
-        weight = jnp.where(real, jnp.exp2(peak_CSH[c] - new_peak), 0.0)
-        acc = acc * decay[..., None] + jnp.where(real[..., None], partial_CSHd[c] * weight[..., None], 0.0)
-        total = total * decay + jnp.where(real, total_CSH[c] * weight, 0.0)
-        peak = new_peak
-    return acc / jnp.where(total > 0, total, 1.0)[..., None]
