@@ -22,11 +22,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Engines keep compiled programs in the user's cache folder. Tests share one of their own, which dies with the session:
-# the second engine of a shape starts quickly, and no test passes or fails by what an earlier run has left.
-_USER_CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-_SESSION_CACHE = tempfile.mkdtemp(prefix="jaxserve-test-cache-")
-os.environ["XDG_CACHE_HOME"] = _SESSION_CACHE
-os.environ.setdefault("PIP_CACHE_DIR", str(Path(_USER_CACHE) / "pip"))  # what pip has fetched stays useful
+# the second engine of a shape starts quickly, and no test passes or fails by what an earlier run has left. Where
+# tests run in several processes, those are children of the one that made it.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _IS_WORKER:
+    _USER_CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    os.environ.setdefault("PIP_CACHE_DIR", str(Path(_USER_CACHE) / "pip"))  # what pip has fetched stays useful
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxserve-test-cache-")
+_SESSION_CACHE = os.environ["XDG_CACHE_HOME"]
 
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
@@ -39,7 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(_SESSION_CACHE, ignore_errors=True)
+    if not _IS_WORKER:
+        shutil.rmtree(_SESSION_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
