@@ -26,8 +26,8 @@ class Runner(Protocol):
 
     padding_row: int
 
-    num_compiled: int
-
+    @property
+    def num_compiled(self) -> int: ...
     @property
     def serving_compilations(self) -> int: ...
     def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput: ...

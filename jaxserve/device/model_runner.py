@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import pallas_kernels
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import HostBatch, needs_state_row, prompt_positions_scored
-from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
-from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
+from jaxserve.device.programs import (
+    COPY_BLOCKS,
+    LOAD_ROW,
+    ProgramKey,
+    ProgramMaker,
+    describe_programs,
+    make_state,
+    program_keys,
+)
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,
@@ -28,20 +32,14 @@ from jaxserve.device.sampling import (
     ENTRY_STOP,
     ROW_CHUNK,
     Logprobs,
-    init_state,
-    load_row,
 )
-from jaxserve.device.step import DeviceState, StepOutput, serve_step
+from jaxserve.device.step import DeviceState, StepOutput
 from jaxserve.errors import ConfigError
-from jaxserve.models.registry import get_family
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
-from pallas_kernels.paged_attention import Backend, ragged_paged_attention
-
-_COPY_BLOCKS = "copy_blocks"
-_LOAD_ROW = "load_row"
+from pallas_kernels.paged_attention import Backend
 
 
 class ModelRunner:
@@ -72,50 +70,31 @@ class ModelRunner:
     ) -> None:
         if config.deterministic and any(min(b.tokens, b.seqs) < 2 for b in buckets.all_buckets()):
             raise ConfigError("deterministic mode needs buckets of at least 2 tokens and 2 sequences")
-        dtype = jnp.dtype(config.dtype)
-        build = get_family(model.architecture).build
-        abstract = nnx.eval_shape(
-            lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0), deterministic=config.deterministic)
+        [sharding] = {array.sharding for array in jax.tree.leaves(params)}
+        programs = describe_programs(
+            model,
+            config,
+            attention=attention,
+            num_blocks=num_blocks,
+            platform=jax.default_backend(),
+            sharding=sharding,
+            keep_logits=observe_logits is not None,
         )
-        graphdef, state = nnx.split(abstract)
+        state = jax.tree.map(lambda x: x, programs.params)  # a copy: arrays take the places of shapes
         nnx.replace_by_pure_dict(state, params)
-        attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
-        rows_at_once = 1 if jax.default_backend() == "cpu" else config.max_num_seqs
         self.padding_row = config.max_num_seqs
         self._buckets = buckets
         self._params = state
-        self._state = DeviceState(
-            kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, dtype),
-            sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
-        )
-        # A jit of its own, so that a step traces attention once and not once a layer.
-        attend = jax.jit(partial(ragged_paged_attention, **attention_options))
+        self._state = make_state(model, config, num_blocks)
         self._observe_logits = observe_logits
-        keep_logits = observe_logits is not None
-        self._step = partial(
-            serve_step,
-            graphdef,
-            attend,
-            rows_at_once,
-            deterministic=config.deterministic,
-            keep_logits=keep_logits,
-        )
-        self._executables: ExecutableSet[Bucket | str] = ExecutableSet(self._load_or_compile)
+        self._maker = ProgramMaker(programs, cache_directory)
+        self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker)
         self._compile_counter = CompileCounter()
-        self._cache = None
-        if (
-            cache_directory is not None and not attention.interpret
-        ):  # an interpreter's callbacks can't be stored
-            # The pool's size is part of the arrays' shapes; limits that only steer the host are not.
-            configs = {
-                "model": model,
-                "attention": attention_options,
-                "rows_at_once": rows_at_once,
-                "step": {"deterministic": config.deterministic, "keep_logits": keep_logits},
-                "arrays": _abstract((self._params, self._state)),
-            }
-            self._cache = ExecutableCache(cache_directory, make_manifest(configs, _SOURCES_DIGEST))
-        self.num_compiled = 0
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that were compiled, and not found on disk."""
+        return self._maker.num_compiled
 
     @property
     def serving_compilations(self) -> int:
@@ -124,10 +103,9 @@ class ModelRunner:
 
     def warm_up(self, progress: Progress) -> None:
         """Compile everything that `run` may ever need."""
-        keys: list[Bucket | str] = [*self._buckets.all_buckets(), _COPY_BLOCKS, _LOAD_ROW]
-        self._executables.build(
-            keys, threads=min(4, os.cpu_count() or 1), progress=progress, what="Preparing shapes"
-        )
+        threads = min(4, os.cpu_count() or 1)
+        keys = program_keys(self._buckets)
+        self._executables.build(keys, threads=threads, progress=progress, what="Preparing shapes")
 
     def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput:
         """Run one step and wait for its result.
@@ -153,39 +131,11 @@ class ModelRunner:
             if not array.is_deleted():
                 array.delete()
 
-    def _load_or_compile(self, key: Bucket | str) -> Any:
-        """The program of a key for the arrays as they are (shape, dtype and sharding)."""
-        function, donated, arguments, out_tree = self._program(key)
-        in_tree = jax.tree.structure((arguments, {}))
-        program = self._cache.load(str(key), in_tree, out_tree) if self._cache else None
-        if program is None:
-            program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-            self.num_compiled += 1
-            if self._cache:
-                self._cache.store(str(key), program)
-        return program
-
-    def _program(self, key: Bucket | str) -> tuple[Callable[..., Any], int, tuple[Any, ...], Any]:
-        """(function, donated argument, abstract arguments, structure of the result)."""
-        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-        state = _abstract(self._state)
-        if isinstance(key, Bucket):
-            batch = (_abstract(self._params), state, ints(packed_size(key)))
-            output = StepOutput.structure(keep_logits=self._observe_logits is not None)
-            return partial(self._step, key), 1, batch, jax.tree.structure((state, output))
-        if key == _COPY_BLOCKS:
-            copies = (state.kv_cache, ints(kv_cache.COPY_BATCH, 2))
-            return kv_cache.copy_blocks, 0, copies, jax.tree.structure(state.kv_cache)
-        assert key == _LOAD_ROW
-        values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
-        entries = (state.sampling, ints(), ints(), ints(ROW_CHUNK), ints(ROW_CHUNK), values)
-        return load_row, 0, entries, jax.tree.structure(state.sampling)
-
     def _copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
         for group in _independent_groups(pairs, kv_cache.COPY_BATCH):
             padded = np.zeros((kv_cache.COPY_BATCH, 2), np.int32)
             padded[: len(group)] = group
-            cache = self._executables[_COPY_BLOCKS](self._state.kv_cache, padded)
+            cache = self._executables[COPY_BLOCKS](self._state.kv_cache, padded)
             self._state = DeviceState(cache, self._state.sampling)
 
     def _load_row(self, request: Request) -> None:
@@ -196,7 +146,7 @@ class ModelRunner:
             chunk = slice(start, start + ROW_CHUNK)
             count = len(token_ids[chunk])
             pad = lambda x, dtype: np.pad(np.asarray(x[chunk], dtype), (0, ROW_CHUNK - count))  # noqa: B023, E731
-            sampling = self._executables[_LOAD_ROW](
+            sampling = self._executables[LOAD_ROW](
                 self._state.sampling,
                 np.int32(request.slot),
                 np.int32(start == 0),
@@ -205,22 +155,6 @@ class ModelRunner:
                 pad(values, np.float32),
             )
             self._state = DeviceState(self._state.kv_cache, sampling)
-
-
-def _traced_sources() -> list[Path]:
-    """Folders and files of all code that a step traces, constants included."""
-    package = Path(__file__).parents[1]
-    kernels = Path(pallas_kernels.__file__).parent
-    parts = ("batch", "device", "models", "config.py", "request.py")
-    return [*(package / part for part in parts), kernels]
-
-
-# Now, while the files are what was imported: who edits them under a running process must not mislabel its programs.
-_SOURCES_DIGEST = hash_sources(_traced_sources())
-
-
-def _abstract(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _independent_groups(pairs: tuple[tuple[int, int], ...], size: int) -> Iterator[list[tuple[int, int]]]:

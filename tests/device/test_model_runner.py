@@ -16,7 +16,8 @@ import jaxserve
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.builder import build_batch
 from jaxserve.config import RopeConfig
-from jaxserve.device.model_runner import ModelRunner, _traced_sources
+from jaxserve.device.model_runner import ModelRunner
+from jaxserve.device.programs import traced_sources
 from jaxserve.progress import NullProgress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
@@ -200,13 +201,13 @@ def test_whatever_shapes_a_program_names_another_folder(tmp_path: Path) -> None:
     folders = set()
     for change in changes:
         runner = make_runner(**{"num_blocks": 10, **change, "cache_directory": tmp_path})
-        assert runner._cache is not None
-        folders.add(runner._cache._directory)
+        assert runner._maker.cache is not None
+        folders.add(runner._maker.cache._directory)
         runner.close()
     assert len(folders) == len(changes)
     runner = make_runner(num_blocks=10, cache_directory=tmp_path)
-    assert runner._cache is not None
-    assert runner._cache._directory in folders, "the same again finds its programs"
+    assert runner._maker.cache is not None
+    assert runner._maker.cache._directory in folders, "the same again finds its programs"
     runner.close()
 
 
@@ -228,7 +229,7 @@ def test_every_file_that_a_step_traces_is_part_of_the_key() -> None:
                 if name.split(".")[0] in ("jaxserve", "pallas_kernels"):
                     path = root.joinpath(*name.split("."))
                     waiting += [p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()]
-    sources = _traced_sources()
+    sources = traced_sources()
     names_only = {package / "errors.py", package / "__init__.py"}  # no value of theirs reaches a program
     missed = {file for file in found - names_only if not any(s == file or s in file.parents for s in sources)}
     assert len(found) > 10
