@@ -105,8 +105,8 @@ def step_limits(config: ResolvedConfig) -> StepLimits:
 def default_num_shapes(limits: StepLimits) -> int:
     """The compile budget where none is given: each shape costs seconds of a first start.
 
-    As many as a plain ladder has: T of 2, 8, 16, 32, then two sizes an octave; of these S for all rows, and 16, 64,
-    256 where that is a quarter of T or less. So 15 for 256 tokens and 64 sequences, 34 for 2048 and 256.
+    Half as many again as a plain ladder has (T of 2, 8, 16, 32, then two sizes an octave; of these S for all rows, and
+    16, 64, 256 where that is a quarter of T or less). So 22 for 256 tokens and 64 sequences, 51 for 2048 and 256.
     """
     most = max(MIN_SIZE, limits.max_tokens)
     sizes, size = {MIN_SIZE, 8, 16, 32}, 32
@@ -114,7 +114,8 @@ def default_num_shapes(limits: StepLimits) -> int:
         sizes |= {size, size + size // 2}
         size *= 2
     ladder = {size for size in sizes if size < most} | {most}
-    return sum(
+    rungs = sum(
         1 + sum(rows < top_rows(size, limits) and rows * 4 <= size for rows in (16, 64, 256))
         for size in ladder
     )
+    return rungs * 3 // 2
