@@ -107,6 +107,8 @@ class EngineConfig:
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
       deterministic: a request's logits and tokens have the same bits whatever else is served, however it is batched,
         chunked, cached or preempted. Costs speed; only on a CPU so far.
+      overlap: launch a step before the tokens of the one before have been read, so that the device need not wait for
+        the host; None does so on accelerators. Not with the static scheduler.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
       bucket_plan: file of a plan that `jaxserve plan-buckets` made: the shapes to compile; None plans for typical
@@ -128,6 +130,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     deterministic: bool = False
+    overlap: bool | None = None
     compilation_cache_dir: str | None = None
     bucket_plan: str | None = None
     record_steps: str | None = None
@@ -149,6 +152,7 @@ class ResolvedConfig:
     seed: int
     attention_backend: str
     deterministic: bool = False
+    overlap: bool = False
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -203,7 +207,16 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         seed=options.seed,
         attention_backend=options.attention_backend,
         deterministic=options.deterministic,
+        overlap=_resolve_overlap(options, on_cpu),
     )
+
+
+def _resolve_overlap(options: EngineConfig, on_cpu: bool) -> bool:
+    if options.scheduler == "static":
+        if options.overlap:
+            raise ConfigError("the static scheduler, a baseline, takes one step after the other: no overlap")
+        return False
+    return not on_cpu if options.overlap is None else options.overlap
 
 
 def replace(config: EngineConfig, **changes: object) -> EngineConfig:

@@ -1,17 +1,19 @@
-"""EngineCore: schedule -> build -> run -> update, once a step. Everything else hangs off these four."""
+"""EngineCore: schedule -> build -> launch, read -> update, once a step. Everything else hangs off these."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import time
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from jaxserve.batch.buckets import ShapeBuckets
-from jaxserve.batch.builder import HostBatch, build_batch
+from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.host_gap import HostGap
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
@@ -30,8 +32,19 @@ class Runner(Protocol):
     def num_compiled(self) -> int: ...
     @property
     def serving_compilations(self) -> int: ...
-    def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput: ...
+    def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any: ...
+    def is_done(self, step: Any) -> bool: ...
+    def read(self, step: Any) -> ModelRunnerOutput: ...
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose result has not been read: its plan, its batch, and the runner's handle of it."""
+
+    plan: SchedulerOutput
+    batch: HostBatch
+    step: Any
 
 
 class EngineCore:
@@ -67,7 +80,9 @@ class EngineCore:
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
         self._recorder = recorder
         self._runner = runner
-        self._buckets = buckets
+        self._builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=runner.padding_row)
+        self._launched: _Launched | None = None  # with overlap, between two calls of `step`
+        self._gap = HostGap()
         self._scheduler = create_scheduler(config, num_blocks)
         self._output_processor = OutputProcessor(tokenizer)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
@@ -140,10 +155,14 @@ class EngineCore:
         self._ended += [RequestUpdate(sequence, []) for sequence in ended]
 
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or bool(self._ended)
+        return self._scheduler.has_unfinished or bool(self._ended) or self._launched is not None
 
     def step(self) -> list[RequestOutput]:
-        """One iteration.
+        """One iteration: launch a step, and take in the result of one.
+
+        That is the result of the same step; with `config.overlap`, of the one launched by the call before, so that the
+        device works while the host does. Sequences whose end comes to light then have a row in the step just launched:
+        it is computed for nothing, and ignored.
 
         Raises:
           EngineDeadError: the engine was closed, or an earlier step failed.
@@ -151,31 +170,28 @@ class EngineCore:
         """
         self._require_alive()
         started = time.perf_counter()
-        plan = self._scheduler.schedule()
+        waited = 0.0
         updates: list[RequestUpdate] = []
-        device_seconds = 0.0
-        if plan.scheduled:
-            try:
-                batch = build_batch(
-                    plan,
-                    self._buckets,
-                    block_size=self.config.block_size,
-                    padding_row=self._runner.padding_row,
-                )
-                built = time.perf_counter()
-                result = self._runner.run(plan, batch)
-                device_seconds = time.perf_counter() - built
-                updates = self._scheduler.update_from_output(plan, result)
-            except BaseException as error:
-                self._dead = f"a step failed: {type(error).__name__}: {error}"
-                raise
-            self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, len(batch.rows))
-            if self._recorder is not None:
-                self._recorder.add(batch.num_tokens + plan.num_padding_tokens, len(batch.rows))
+        try:
+            due = launched = self._launch()
+            if self.config.overlap:
+                due, self._launched = self._launched, launched
+            if due is not None:
+                asked = time.perf_counter()
+                result = self._runner.read(due.step)
+                waited = time.perf_counter() - asked
+                if launched is due or launched is None:
+                    self._gap.busy(asked + waited)
+                updates = self._scheduler.update_from_output(due.plan, result)
+                self._count(due)
+        except BaseException as error:
+            self._dead = f"a step failed: {type(error).__name__}: {error}"
+            raise
         outputs = self._finish_step(updates)
         elapsed = time.perf_counter() - started
         self.stats.step_seconds += elapsed
-        self.stats.host_seconds += elapsed - device_seconds
+        self.stats.host_seconds += elapsed - waited
+        self.stats.host_gap_seconds = self._gap.seconds
         return outputs
 
     def check_integrity(self) -> None:
@@ -186,11 +202,34 @@ class EngineCore:
         """Free the device memory. The engine accepts nothing afterwards. Idempotent."""
         if self._dead != "it was closed":
             self._dead = "it was closed"
+            self._launched = None
             self._runner.close()
             if self._recorder is not None:
                 self._recorder.close()
 
-    # One step's end.
+    # One step.
+
+    def _launch(self) -> _Launched | None:
+        """Plan a step and hand it to the device; None when nothing can be planned."""
+        self._look_at_device()
+        plan = self._scheduler.schedule()
+        if not plan.scheduled:
+            return None
+        batch = self._builder.build(plan)
+        self._look_at_device()
+        step = self._runner.launch(plan, batch)
+        self._gap.launched(time.perf_counter())
+        return _Launched(plan, batch, step)
+
+    def _look_at_device(self) -> None:
+        if self._launched is not None and not self._runner.is_done(self._launched.step):
+            self._gap.busy(time.perf_counter())
+
+    def _count(self, done: _Launched) -> None:
+        batch = done.batch
+        self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, len(batch.rows))
+        if self._recorder is not None:
+            self._recorder.add(batch.num_tokens + done.plan.num_padding_tokens, len(batch.rows))
 
     def _finish_step(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -200,6 +239,8 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)
+        if not self.has_work():
+            self._gap.out_of_work()
         self._refresh_stats()
         return outputs
 

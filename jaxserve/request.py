@@ -211,8 +211,9 @@ class GenerationRequest:
 class Request:
     """One sequence in the scheduler: one choice of a `GenerationRequest`.
 
-    Stored: the counters below, in the order `num_computed_tokens <= num_tokens` (asserted by
-    `check_integrity()`). Everything else is derived.
+    Stored: the counters below, in the order `num_computed_tokens <= num_planned_tokens <= num_tokens +
+    num_pending_tokens` (asserted by `check_integrity()`). Everything else is derived. Between two steps without
+    overlap, the planned tokens are the computed ones and none are pending.
 
     Attributes:
       request_id: id of this sequence, `"{group_id}:{index}"`.
@@ -221,7 +222,9 @@ class Request:
       seed: 64-bit root of the random numbers of this choice.
       max_tokens: most output tokens, already limited to what the context and the pool can hold.
       stop_token_ids: every id that ends it (the model's EOS ids included unless `ignore_eos`).
-      num_computed_tokens: leading tokens whose KV entries are in the cache.
+      num_computed_tokens: leading tokens whose KV entries are in the cache, by the results accepted so far.
+      num_planned_tokens: leading tokens whose KV entries are there once every planned step has run.
+      num_pending_tokens: tokens that planned steps sample, and that nobody has read yet.
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
       slot: row of the device's per-request sampling state while RUNNING, else None.
     """
@@ -241,6 +244,8 @@ class Request:
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    num_pending_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -261,9 +266,16 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """1 for a request that decodes; more while a prompt (or a recomputed output) is being caught up."""
-        return self.num_tokens - self.num_computed_tokens
+    def num_unplanned_tokens(self) -> int:
+        """What is left for steps to come, as far as is known.
+
+        1 for a request that decodes; more while a prompt (or a recomputed output) is being caught up; 0 when the step
+        under way samples its last token.
+        """
+        pending = self.num_pending_tokens
+        if pending and len(self.output_token_ids) + pending >= self.max_tokens:
+            return 0
+        return self.num_tokens + pending - self.num_planned_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -30,7 +30,8 @@ class EngineStats:
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
       by_bucket: (T, S) of every bucket there is -> what came to it.
-      step_seconds, host_seconds: summed wall time of steps, and of their host part (schedule, build, update).
+      step_seconds, host_seconds: summed wall time of steps, and of what of it was not spent waiting for the device.
+      host_gap_seconds: summed time for which the device waited for the host, see `HostGap`.
     """
 
     num_running: int = 0
@@ -53,6 +54,7 @@ class EngineStats:
     by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
     step_seconds: float = 0.0
     host_seconds: float = 0.0
+    host_gap_seconds: float = 0.0
 
     def count_step(self, bucket: tuple[int, int], num_tokens: int, num_rows: int) -> None:
         """Count a forward pass of a (T, S) with so many useful tokens and rows."""

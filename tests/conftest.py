@@ -27,7 +27,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if not _IS_WORKER:
     _USER_CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    os.environ.setdefault("PIP_CACHE_DIR", str(Path(_USER_CACHE) / "pip"))  # what pip has fetched stays useful
+    os.environ.setdefault(
+        "PIP_CACHE_DIR", str(Path(_USER_CACHE) / "pip")
+    )  # what pip has fetched stays useful
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxserve-test-cache-")
 _SESSION_CACHE = os.environ["XDG_CACHE_HOME"]
 

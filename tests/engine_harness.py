@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets
-from jaxserve.batch.builder import HostBatch, build_batch
+from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, GenerationDefaults, ModelConfig, ResolvedConfig, resolve
 from jaxserve.device.attention import choose_attention
-from jaxserve.device.model_runner import ModelRunner
+from jaxserve.device.model_runner import LaunchedStep, ModelRunner
 from jaxserve.engine import EngineCore
 from jaxserve.models.random_weights import init_random
-from jaxserve.outputs import ModelRunnerOutput, RequestOutput, TokenLogprobs
+from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.progress import NullProgress
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from jaxserve.scheduler.output import SchedulerOutput
@@ -65,24 +65,28 @@ class _ShiftedRunner:
         self._model = model
         self.padding_row = model.runner.padding_row
         self.num_compiled = model.runner.num_compiled
+        self.is_done, self.read = model.runner.is_done, model.runner.read
+        self._builder = BatchBuilder(
+            model.buckets, block_size=model.config.block_size, padding_row=self.padding_row
+        )
 
     @property
     def serving_compilations(self) -> int:
         return self._model.runner.serving_compilations
 
-    def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput:
+    def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
         model, by = self._model, self._model.num_blocks
         shifted = dataclasses.replace(
             plan,
             scheduled=tuple(
-                dataclasses.replace(item, block_ids=tuple(block_id + by for block_id in item.block_ids))
+                dataclasses.replace(
+                    item, new_block_ids=tuple(block_id + by for block_id in item.new_block_ids)
+                )
                 for item in plan.scheduled
             ),
             block_copies=tuple((source + by, destination + by) for source, destination in plan.block_copies),
         )
-        block_size = model.config.block_size
-        batch = build_batch(shifted, model.buckets, block_size=block_size, padding_row=self.padding_row)
-        return model.runner.run(shifted, batch)
+        return model.runner.launch(shifted, self._builder.build(shifted))
 
     def close(self) -> None: ...
 

@@ -126,6 +126,8 @@ class FakeRunner:
         self._tokens = np.full((num_blocks + 1, block_size), POISON, np.int64)
         self._states = np.full((num_blocks + 1, block_size), POISON, np.int64)
         self._slot_owner: dict[int, tuple[str, int]] = {}  # slot -> (request, computed tokens)
+        self._tables: dict[int, list[int]] = {}  # slot -> block table
+        self._last_tokens: dict[int, int] = {}  # slot -> token sampled last
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Overwrite blocks whose content nobody may rely on any more."""
@@ -133,7 +135,17 @@ class FakeRunner:
         self._tokens[ids] = POISON
         self._states[ids] = POISON
 
+    def table(self, item: ScheduledRequest) -> list[int]:
+        """The block table of a row, put together from what its plans have said so far."""
+        return self._tables[item.slot]
+
     def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a plan. Each once and in order, whether or not results of earlier ones have been accepted."""
+        for item in plan.scheduled:
+            if item.is_new:
+                self._tables[item.slot] = []
+                self._last_tokens.pop(item.slot, None)
+            self._tables[item.slot].extend(item.new_block_ids)
         self._check_plan(plan)
         self._copy_blocks(plan.block_copies)
         result = ModelRunnerOutput()
@@ -158,19 +170,21 @@ class FakeRunner:
         for item in plan.scheduled:
             assert item.num_scheduled_tokens >= 1
             stop = item.num_computed_tokens + item.num_scheduled_tokens
-            assert stop <= item.request.num_tokens
-            assert 0 not in item.block_ids, "the sink block is in a table"
-            assert len(item.block_ids) == -(-stop // self.block_size)
+            assert item.slot == item.request.slot
+            assert stop <= item.request.num_tokens + item.request.num_pending_tokens
+            table = self.table(item)
+            assert 0 not in table, "the sink block is in a table"
+            assert len(table) >= -(-stop // self.block_size)
             first = item.num_computed_tokens // self.block_size
-            for block_id in item.block_ids[first:]:
+            for block_id in table[first:]:
                 assert block_id not in written, (
                     f"{item.request_id} and {written[block_id]} write block {block_id}"
                 )
                 written[block_id] = item.request_id
-            for block_id in item.block_ids:
+            for block_id in table:
                 tables.setdefault(block_id, item.request_id)
         for item in plan.scheduled:
-            for block_id in item.block_ids:
+            for block_id in self.table(item):
                 writer = written.get(block_id, item.request_id)
                 assert writer == item.request_id, (
                     f"{writer} writes block {block_id} that {item.request_id} reads"
@@ -200,7 +214,7 @@ class FakeRunner:
         assert np.array_equal(gathered, self._tokens), f"block copies depend on their order: {copies}"
 
     def _place(self, item: ScheduledRequest, position: int) -> tuple[int, int]:
-        return item.block_ids[position // self.block_size], position % self.block_size
+        return self.table(item)[position // self.block_size], position % self.block_size
 
     def _write(self, item: ScheduledRequest) -> None:
         start = item.num_computed_tokens
@@ -209,7 +223,12 @@ class FakeRunner:
         else:
             state = int(self._states[self._place(item, start - 1)])
             assert state != POISON, f"{item.request_id} reads position {start - 1}, which nobody wrote"
-        tokens = item.request.token_ids(start, start + item.num_scheduled_tokens)
+        if item.continues:
+            assert item.num_scheduled_tokens == 1
+            tokens = [self._last_tokens[item.slot]]
+        else:
+            tokens = item.request.token_ids(start, start + item.num_scheduled_tokens)
+            assert len(tokens) == item.num_scheduled_tokens
         for position, token in enumerate(tokens, start):
             place = self._place(item, position)
             state = fingerprint(state, token)
@@ -226,18 +245,24 @@ class FakeRunner:
             ]
         if not item.samples:
             return
+        self._last_tokens[item.slot] = 0
         if item.request_id in self.failing:
             self.failing.discard(item.request_id)
             result.failed[item.request_id] = "logits are not finite"
             return
-        blocks = list(item.block_ids)
-        context = self._tokens[blocks].reshape(-1)[:stop].tolist()
-        assert context == request.token_ids(0, stop), f"{request.request_id}'s context in the cache is wrong"
+        context = self._tokens[self.table(item)].reshape(-1)[:stop].tolist()
+        known = min(stop, request.num_tokens)
+        assert stop - known <= item.continues, f"{request.request_id} has tokens that nobody can know"
+        assert context[:known] == request.token_ids(0, known), (
+            f"{request.request_id}'s context in the cache is wrong"
+        )
         state = root_fingerprint(request.cache_salt)
         for token in context:
             state = fingerprint(state, token)
         seen = int(self._states[self._place(item, stop - 1)])
         assert seen == state, f"{request.request_id} has read another prefix or salt"
-        result.sampled_token_ids[item.request_id] = [next_token(state, request.seed, self.vocab)]
+        token = next_token(state, request.seed, self.vocab)
+        self._last_tokens[item.slot] = token
+        result.sampled_token_ids[item.request_id] = [token]
         if request.params.logprobs is not None:
             result.logprobs[item.request_id] = [TokenLogprobs(0, -0.5, 1)]

@@ -13,6 +13,7 @@ class RowFlag(enum.IntFlag):
     PENALTIES = 4
     LOGIT_BIAS = 8
     BAN_STOPS = 16  # min_tokens not reached: tokens that would end the request are out of the question
+    CONTINUES = 32  # its one token is the one sampled last for its row of state: the batch does not have it
 
 
 class BatchFlag(enum.IntFlag):

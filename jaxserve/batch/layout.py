@@ -1,7 +1,7 @@
 """How a batch is packed into one int32 vector, so that a step costs one transfer.
 
-The host writes through `unpack(vector, bucket)` (views), the compiled step reads through the same function: there is
-one description of the layout. Float fields travel as their bits.
+The host writes through `unpack(vector, places(bucket))` (views), the compiled step reads through the same function:
+there is one description of the layout. Float fields travel as their bits.
 """
 
 from __future__ import annotations
@@ -28,8 +28,29 @@ class Field:
         return size
 
 
+@dataclass(frozen=True, slots=True)
+class RowSetting:
+    """One of the arrays [S] that say how a row samples, the same in every step of a request."""
+
+    name: str
+    is_float: bool
+
+
+ROW_SETTINGS = (
+    RowSetting("seed_low", False),
+    RowSetting("seed_high", False),
+    RowSetting("top_k", False),
+    RowSetting("temperature", True),
+    RowSetting("top_p", True),
+    RowSetting("min_p", True),
+    RowSetting("presence_penalty", True),
+    RowSetting("frequency_penalty", True),
+    RowSetting("repetition_penalty", True),
+)
+
+
 def fields(bucket: Bucket) -> tuple[Field, ...]:
-    """The arrays of a batch; meanings are in `device.forward_batch`."""
+    """The arrays of a batch; meanings are in `device.forward_batch`. Those of ROW_SETTINGS lie side by side."""
     tokens, seqs, blocks = (bucket.tokens,), (bucket.seqs,), bucket.blocks
     return (
         Field("token_ids", tokens),
@@ -42,32 +63,38 @@ def fields(bucket: Bucket) -> tuple[Field, ...]:
         Field("logits_indices", seqs),
         Field("state_rows", seqs),
         Field("sample_positions", seqs),
-        Field("seed_low", seqs),
-        Field("seed_high", seqs),
         Field("row_flags", seqs),
-        Field("top_k", seqs),
-        Field("temperature", seqs, is_float=True),
-        Field("top_p", seqs, is_float=True),
-        Field("min_p", seqs, is_float=True),
-        Field("presence_penalty", seqs, is_float=True),
-        Field("frequency_penalty", seqs, is_float=True),
-        Field("repetition_penalty", seqs, is_float=True),
+        *(Field(setting.name, seqs, setting.is_float) for setting in ROW_SETTINGS),
         Field("num_decodes", ()),
         Field("num_seqs", ()),
         Field("batch_flags", ()),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a field lies in the vector."""
+
+    field: Field
+    start: int
+    stop: int
+
+
+def places(bucket: Bucket) -> tuple[Place, ...]:
+    """All fields with their places, in order and without gaps."""
+    found: list[Place] = []
+    start = 0
+    for field in fields(bucket):
+        found.append(Place(field, start, start + field.size))
+        start += field.size
+    return tuple(found)
+
+
 def packed_size(bucket: Bucket) -> int:
     """Length of the int32 vector."""
-    return sum(field.size for field in fields(bucket))
+    return places(bucket)[-1].stop
 
 
-def unpack(vector: Any, bucket: Bucket) -> dict[str, Any]:
+def unpack(vector: Any, layout: tuple[Place, ...]) -> dict[str, Any]:
     """Name -> int32 array of the field's shape, from a numpy or jax vector (numpy: views)."""
-    arrays: dict[str, Any] = {}
-    offset = 0
-    for field in fields(bucket):
-        arrays[field.name] = vector[offset : offset + field.size].reshape(field.shape)
-        offset += field.size
-    return arrays
+    return {place.field.name: vector[place.start : place.stop].reshape(place.field.shape) for place in layout}

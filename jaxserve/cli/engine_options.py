@@ -110,6 +110,14 @@ Deterministic = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Overlap = Annotated[
+    bool | None,
+    typer.Option(
+        "--overlap/--no-overlap",
+        help="Launch a step before the one before has been read [default: on accelerators].",
+        rich_help_panel=PANEL,
+    ),
+]
 Seed = Annotated[
     int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)
 ]
@@ -146,6 +154,7 @@ def engine_config(
     scheduler: SchedulerChoice,
     attention_backend: str,
     deterministic: bool,
+    overlap: bool | None,
     seed: int,
     bucket_plan: Path | None,
     record_steps: Path | None,
@@ -165,6 +174,7 @@ def engine_config(
         scheduler=scheduler.value,
         attention_backend=attention_backend,
         deterministic=deterministic,
+        overlap=overlap,
         seed=seed,
         bucket_plan=None if bucket_plan is None else str(bucket_plan),
         record_steps=None if record_steps is None else str(record_steps),

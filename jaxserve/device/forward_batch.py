@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.batch.buckets import Bucket
-from jaxserve.batch.layout import fields, unpack
+from jaxserve.batch.layout import places, unpack
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +23,8 @@ class SamplingRows:
 
     Attributes:
       state_rows_S: int32, row of the per-request device state; padding rows name the spare one.
-      positions_S: int32, position the sampled token will take; folded into the row's random key.
+      positions_S: int32, position the sampled token will take; folded into the row's random key. 0 for rows that do
+        not sample.
       seeds_S2: uint32, (high, low) words of the request's seed.
       flags_S: int32, bits of `RowFlag`.
       top_k_S: int32, 0 keeps all.
@@ -49,7 +50,8 @@ class ForwardBatch:
     """One packed batch; all int32.
 
     Attributes:
-      token_ids_T, positions_T: padding tokens are id 0 at position 0.
+      token_ids_T, positions_T: padding tokens are id 0 at position 0. 0 also stands for the one token of a row with
+        RowFlag.CONTINUES.
       slot_mapping_T: where each token's keys and values go: block id * b + offset. Padding goes to block 0.
       target_ids_T: the prompt token after each token, where prompt logprobs are wanted.
       block_tables_SB: 0 past a sequence's end.
@@ -77,10 +79,12 @@ class ForwardBatch:
 
 def unpack_batch(packed: jax.Array, bucket: Bucket) -> ForwardBatch:
     """The int32 vector of `batch.layout` as a ForwardBatch (inside the compiled step)."""
-    array = unpack(packed, bucket)
-    for field in fields(bucket):
-        if field.is_float:
-            array[field.name] = jax.lax.bitcast_convert_type(array[field.name], jnp.float32)
+    layout = places(bucket)
+    array = unpack(packed, layout)
+    for place in layout:
+        if place.field.is_float:
+            name = place.field.name
+            array[name] = jax.lax.bitcast_convert_type(array[name], jnp.float32)
     seeds = jnp.stack([array["seed_high"], array["seed_low"]], axis=1)
     return ForwardBatch(
         token_ids_T=array["token_ids"],

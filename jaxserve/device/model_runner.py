@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.batch.buckets import ShapeBuckets
-from jaxserve.batch.builder import HostBatch, needs_state_row, prompt_positions_scored
+from jaxserve.batch.builder import HostBatch
+from jaxserve.batch.flags import BatchFlag
+from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
@@ -33,13 +37,26 @@ from jaxserve.device.sampling import (
     ROW_CHUNK,
     Logprobs,
 )
-from jaxserve.device.step import DeviceState, StepOutput
+from jaxserve.device.step import StepOutput
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
 from pallas_kernels.paged_attention import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device works on, or has done.
+
+    Attributes:
+      batch: what it was given.
+      output: what it gives; reading it waits for the step.
+    """
+
+    batch: HostBatch
+    output: StepOutput
 
 
 class ModelRunner:
@@ -50,7 +67,7 @@ class ModelRunner:
       attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
       cache_directory: where compiled programs are kept between starts; None keeps none.
-      observe_logits: for tests: given the batch and the float32 logits [S, V] of every step.
+      observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
 
     Raises:
       ConfigError: a bucket has a single row or token, whose bits `config.deterministic` could not promise.
@@ -107,8 +124,8 @@ class ModelRunner:
         keys = program_keys(self._buckets)
         self._executables.build(keys, threads=threads, progress=progress, what="Preparing shapes")
 
-    def run(self, plan: SchedulerOutput, batch: HostBatch) -> ModelRunnerOutput:
-        """Run one step and wait for its result.
+    def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
+        """Hand a step to the device, behind those launched before, and wait for none of them.
 
         Whatever goes wrong in here leaves the donated state undefined: the engine must not be used afterwards.
         """
@@ -119,9 +136,21 @@ class ModelRunner:
                     self._load_row(row.request)
             step = self._executables[batch.bucket]
             self._state, output = step(self._params, self._state, jax.device_put(batch.packed))
+        # Not when they are asked for: by then the next step may be in the way.
+        for array in jax.tree.leaves(_wanted(output, batch.flags)):
+            array.copy_to_host_async()
+        return LaunchedStep(batch, output)
+
+    def is_done(self, step: LaunchedStep) -> bool:
+        """Whether `read` would return at once."""
+        return step.output.token_ids_S.is_ready()  # type: ignore[attr-defined,no-any-return]
+
+    def read(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """Wait for a step, and hand its results to their requests. An error of the device comes out here."""
+        with self._compile_counter:
             if self._observe_logits is not None:
-                self._observe_logits(batch, jax.device_get(output.logits_SV))
-            return _read_back(output, batch)
+                self._observe_logits(step.batch, jax.device_get(step.output.logits_SV))
+            return _read_back(step.output, step.batch)
 
     def close(self) -> None:
         """Free all device memory."""
@@ -136,7 +165,7 @@ class ModelRunner:
             padded = np.zeros((kv_cache.COPY_BATCH, 2), np.int32)
             padded[: len(group)] = group
             cache = self._executables[COPY_BLOCKS](self._state.kv_cache, padded)
-            self._state = DeviceState(cache, self._state.sampling)
+            self._state = dataclasses.replace(self._state, kv_cache=cache)
 
     def _load_row(self, request: Request) -> None:
         """Bring a request's row of sampling state up to its history (also after a preemption)."""
@@ -154,7 +183,7 @@ class ModelRunner:
                 pad(kinds, np.int32),
                 pad(values, np.float32),
             )
-            self._state = DeviceState(self._state.kv_cache, sampling)
+            self._state = dataclasses.replace(self._state, sampling=sampling)
 
 
 def _independent_groups(pairs: tuple[tuple[int, int], ...], size: int) -> Iterator[list[tuple[int, int]]]:
@@ -187,34 +216,40 @@ def _row_entries(request: Request) -> tuple[list[int], list[int], list[float]]:
     return token_ids, kinds, values
 
 
+def _wanted(output: StepOutput, flags: BatchFlag) -> tuple[Any, ...]:
+    """What the host reads of a step: (token ids, finite, logprobs or None, prompt logprobs or None)."""
+    return (
+        output.token_ids_S,
+        output.finite_S,
+        output.logprobs if flags & BatchFlag.LOGPROBS else None,
+        output.prompt_logprobs if flags & BatchFlag.PROMPT_LOGPROBS else None,
+    )
+
+
 def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
     """Copy a step's small results to the host and hand them to their requests."""
-    wants_logprobs = any(row.samples and row.request.params.logprobs is not None for row in batch.rows)
-    scored = [prompt_positions_scored(row) for row in batch.rows]
-    token_S, finite_S = jax.device_get((output.token_ids_S, output.finite_S))
-    logprobs = jax.device_get(output.logprobs) if wants_logprobs else None
-    prompt_logprobs = jax.device_get(output.prompt_logprobs) if any(scored) else None
-    tokens = token_S.tolist()
+    token_S, finite_S, logprobs, prompt_logprobs = jax.device_get(_wanted(output, batch.flags))
+    tokens, finite = token_S.tolist(), finite_S.tolist()
     result = ModelRunnerOutput()
     for s, row in enumerate(batch.rows):
-        request_id, params = row.request_id, row.request.params
-        if not finite_S[s]:
+        request_id = row.request_id
+        if not finite[s]:
             result.failed[request_id] = "the model produced NaN or infinite logits for this request"
             continue
         if row.samples:
             result.sampled_token_ids[request_id] = [tokens[s]]
-            if logprobs is not None and params.logprobs is not None:
-                result.logprobs[request_id] = [_token_logprobs(logprobs, s, tokens[s], params.logprobs)]
-        if prompt_logprobs is not None and scored[s]:
+            if logprobs is not None and (num_top := row.request.params.logprobs) is not None:
+                result.logprobs[request_id] = [_token_logprobs(logprobs, s, tokens[s], num_top)]
+        if prompt_logprobs is not None and batch.num_scored[s]:
             first, position = batch.first_token[s], row.num_computed_tokens + 1
             result.prompt_logprobs[request_id] = [
                 _token_logprobs(
                     prompt_logprobs,
                     first + i,
                     row.request.prompt_token_ids[position + i],
-                    params.prompt_logprobs or 0,
+                    row.request.params.prompt_logprobs or 0,
                 )
-                for i in range(scored[s])
+                for i in range(batch.num_scored[s])
             ]
     return result
 

@@ -103,6 +103,7 @@ def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> D
     return DeviceState(
         kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, jnp.dtype(config.dtype)),
         sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
+        last_token_ids_R=jnp.zeros(config.max_num_seqs + 1, jnp.int32),
     )
 
 

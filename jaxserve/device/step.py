@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.batch.buckets import Bucket
-from jaxserve.batch.flags import BatchFlag
+from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
 from jaxserve.device.kv_cache import KVCache, write_kv
 from jaxserve.device.sampling import (
@@ -35,10 +35,13 @@ class DeviceState:
     Attributes:
       kv_cache: keys and values of every block.
       sampling: per-request token counts and biases.
+      last_token_ids_R: int32, the token sampled last for each slot, so that the next step need not wait until the host
+        has read it.
     """
 
     kv_cache: KVCache
     sampling: SamplingState
+    last_token_ids_R: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +115,8 @@ def serve_step(
         )
         return out_THd, cache
 
-    hidden_TD, kv_cache = model(batch.token_ids_T, batch.positions_T, state.kv_cache, attend)
+    token_ids_T = _fill_in_last_tokens(batch, state.last_token_ids_R)
+    hidden_TD, kv_cache = model(token_ids_T, batch.positions_T, state.kv_cache, attend)
     with jax.named_scope("logits"):
         logits_SV = model.compute_logits(hidden_TD[batch.logits_indices_S])
     with jax.named_scope("sample"):
@@ -128,7 +132,22 @@ def serve_step(
         )
         prompt_logprobs = _score_prompt(model.compute_logits, score, hidden_TD, batch, vocab_size)
     output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs, logits_SV if keep_logits else None)
-    return DeviceState(kv_cache, sampling), output
+    # Rows that do not sample write as well: nobody reads a slot's token before the slot has sampled one.
+    last_token_ids_R = state.last_token_ids_R.at[batch.sampling.state_rows_S].set(
+        token_S, mode="promise_in_bounds"
+    )
+    return DeviceState(kv_cache, sampling, last_token_ids_R), output
+
+
+def _fill_in_last_tokens(batch: ForwardBatch, last_token_ids_R: jax.Array) -> jax.Array:
+    """`token_ids_T` with the tokens that the host did not know yet."""
+    rows = batch.sampling
+    # Rows of one token come first, so token s is row s's wherever it counts.
+    count = min(rows.flags_S.shape[0], batch.token_ids_T.shape[0])
+    continues = (rows.flags_S[:count] & RowFlag.CONTINUES) != 0
+    last_tokens = last_token_ids_R[rows.state_rows_S[:count]]
+    first_tokens = jnp.where(continues, last_tokens, batch.token_ids_T[:count])
+    return jnp.concatenate([first_tokens, batch.token_ids_T[count:]])
 
 
 def _score_prompt(

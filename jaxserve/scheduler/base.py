@@ -193,10 +193,20 @@ class BaseScheduler:
         assert 0 <= request.num_computed_tokens < request.num_tokens, (
             f"{request_id} has {request.num_computed_tokens} computed of {request.num_tokens} tokens"
         )
-        assert request.num_output_tokens < max(request.max_tokens, 1), f"{request_id} is past max_tokens"
+        known = request.num_tokens + request.num_pending_tokens
+        assert request.num_computed_tokens <= request.num_planned_tokens <= known, (
+            f"{request_id} has {request.num_computed_tokens} computed and {request.num_planned_tokens} planned of "
+            f"{known} tokens"
+        )
+        most = max(request.max_tokens, 1)
+        assert request.num_output_tokens < most, f"{request_id} is past max_tokens"
+        assert 0 <= request.num_pending_tokens <= most - request.num_output_tokens, (
+            f"{request_id} awaits {request.num_pending_tokens} tokens after {request.num_output_tokens} of {most}"
+        )
         if request.status is RequestStatus.WAITING:
             assert request.slot is None, f"{request_id} waits and has slot {request.slot}"
-            assert request.num_computed_tokens == 0, f"{request_id} waits with computed tokens"
+            assert request.num_planned_tokens == 0, f"{request_id} waits with computed tokens"
+            assert request.num_pending_tokens == 0, f"{request_id} waits with pending tokens"
 
     # Life of one request.
 
@@ -205,7 +215,7 @@ class BaseScheduler:
         request = entry.request
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
-        request.num_computed_tokens = num_computed_tokens
+        request.num_computed_tokens = request.num_planned_tokens = num_computed_tokens
         entry.admitted_step = self._step_id
         entry.is_new = True
         if request.num_cached_tokens is None:
@@ -216,8 +226,14 @@ class BaseScheduler:
         self._on_started(entry)
 
     def _stop(self, entry: Entry) -> None:
-        """No longer RUNNING: gives back blocks and slot."""
+        """No longer RUNNING: gives back blocks and slot. What steps under way compute for it is lost.
+
+        They may still write into its blocks and its row of device state. Whoever gets these next is in a later step,
+        so the device has written there before the new owner does, and nobody reads what he has not written. Blocks
+        that stay findable are full, and those steps write behind them.
+        """
         request = entry.request
+        request.num_planned_tokens = request.num_pending_tokens = 0
         self._kv.free(request.request_id)
         assert request.slot is not None
         heapq.heappush(self._free_slots, request.slot)
@@ -239,12 +255,17 @@ class BaseScheduler:
         self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
 
     def _scheduled(self, entry: Entry, num_tokens: int) -> ScheduledRequest:
-        """The row of a plan that advances `entry` by `num_tokens`."""
+        """The row of a plan that advances `entry` by `num_tokens`. The only place where planned tokens advance."""
         request = entry.request
-        start = request.num_computed_tokens
+        start, pending = request.num_planned_tokens, request.num_pending_tokens
         is_new, entry.is_new = entry.is_new, False
-        block_ids = self._kv.block_ids(request.request_id, start + num_tokens)
-        return ScheduledRequest(request, start, num_tokens, block_ids, is_new)
+        new_block_ids = self._kv.take_new_block_ids(request.request_id)
+        samples = start + num_tokens == request.num_tokens + pending
+        request.num_planned_tokens = start + num_tokens
+        request.num_pending_tokens = pending + samples
+        slot = request.slot
+        assert slot is not None
+        return ScheduledRequest(request, start, num_tokens, slot, new_block_ids, samples, pending > 0, is_new)
 
     # One row of a step's result.
 
@@ -271,6 +292,7 @@ class BaseScheduler:
                 f"{len(sampled)} tokens{', at least one was due' if samples else ', none was due'}"
             )
         request.num_computed_tokens = start + item.num_scheduled_tokens
+        request.num_pending_tokens -= samples
         self._kv.commit(request)
         if start < len(request.prompt_token_ids) <= request.num_computed_tokens:
             self._on_prompt_computed(entry)

@@ -35,6 +35,7 @@ class Reuse:
 class _Table:
     block_ids: list[int]
     num_registered: int  # leading blocks whose digests were offered to the prefix table
+    num_taken: int = 0  # leading blocks that plans have named
 
 
 @dataclass(slots=True)
@@ -120,13 +121,13 @@ class KVCacheManager:
         return () if reuse.copy_source is None else ((reuse.copy_source, own[0]),)
 
     def lacking(self, requests: Iterable[Request]) -> list[Request]:
-        """Those whose table is too short for their known tokens."""
+        """Those whose table is too short for all their tokens, pending ones included."""
         tables, block_size = self._tables, self.block_size
         return [
             request
             for request in requests
             if len(tables[request.request_id].block_ids) * block_size
-            < len(request.prompt_token_ids) + len(request.output_token_ids)
+            < len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
         ]
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
@@ -139,11 +140,14 @@ class KVCacheManager:
             table.extend(self.pool.allocate(extra))
         return True
 
-    def block_ids(self, request_id: str, num_tokens: int) -> tuple[int, ...]:
-        """A copy of the beginning of the table, just long enough for `num_tokens` tokens."""
-        table = self._tables[request_id].block_ids
-        count = -(-num_tokens // self.block_size)
-        return tuple(table) if count == len(table) else tuple(table[:count])
+    def take_new_block_ids(self, request_id: str) -> tuple[int, ...]:
+        """What the table has gained since the last call; all of it the first time."""
+        table = self._tables[request_id]
+        block_ids, taken = table.block_ids, table.num_taken
+        if taken == len(block_ids):
+            return ()
+        table.num_taken = len(block_ids)
+        return tuple(block_ids[taken:])
 
     def commit(self, request: Request) -> None:
         """Offer every full block that is computed by now to the prefix table."""
@@ -201,8 +205,8 @@ class KVCacheManager:
             assert len(set(table)) == len(table), (
                 f"{request.request_id} has a block twice in its table: {table}"
             )
-            assert len(table) >= self.blocks_for(request.num_computed_tokens), (
-                f"{request.request_id} has {len(table)} blocks for {request.num_computed_tokens} computed tokens"
+            assert len(table) >= self.blocks_for(request.num_planned_tokens), (
+                f"{request.request_id} has {len(table)} blocks for {request.num_planned_tokens} planned tokens"
             )
             for block_id in table:
                 held[block_id] += 1

@@ -13,27 +13,29 @@ class ScheduledRequest:
     """One request's part in a step. Nobody changes it once it is in a plan.
 
     Attributes:
-      request: the request; its counters are those before the step.
+      request: the request; it moves on while the step runs.
       num_computed_tokens: tokens already in the cache when the step starts.
       num_scheduled_tokens: tokens computed by this step, from position `num_computed_tokens` on.
-      block_ids: its block table, long enough for `num_computed_tokens + num_scheduled_tokens`. A copy.
+      slot: its row of device state.
+      new_block_ids: what its block table has gained since its last step; all of it where `is_new`. The table is long
+        enough for `num_computed_tokens + num_scheduled_tokens`.
+      samples: this step reaches the last known token, so that a new one is sampled.
+      continues: its single token is the one that the step before samples, which so far only the device knows.
       is_new: first step since it was admitted or resumed: its row of device state must be loaded.
     """
 
     request: Request
     num_computed_tokens: int
     num_scheduled_tokens: int
-    block_ids: tuple[int, ...]
+    slot: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+    continues: bool = False
     is_new: bool = False
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def samples(self) -> bool:
-        """Whether this step reaches the last known token, so that a new one is sampled."""
-        return self.num_computed_tokens + self.num_scheduled_tokens == self.request.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

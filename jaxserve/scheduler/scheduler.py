@@ -38,7 +38,7 @@ class Scheduler(BaseScheduler):
         self._copies: dict[str, tuple[tuple[int, int], ...]] = {}
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Its result must be accepted before the next plan is made."""
+        """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then."""
         self._preempted = []
         self._copies = {}
         self._grow_running()
@@ -57,9 +57,8 @@ class Scheduler(BaseScheduler):
 
     def _grow_running(self) -> None:
         for request in self._kv.lacking(entry.request for entry in self._running):
-            while request.status is RequestStatus.RUNNING and not self._kv.grow(
-                request.request_id, request.num_tokens
-            ):
+            needed = request.num_planned_tokens + request.num_unplanned_tokens
+            while request.status is RequestStatus.RUNNING and not self._kv.grow(request.request_id, needed):
                 self._preempt(self._running[-1])  # itself, when it is the last
 
     def _preempt(self, entry: Entry) -> None:
@@ -131,10 +130,10 @@ class Scheduler(BaseScheduler):
                 self._counters.prefix_cache_hits += reuse.num_tokens
 
     def _prefill_budget(self) -> PrefillBudget:
-        uncomputed = [(entry.key, entry.request.num_uncomputed_tokens) for entry in self._running]
-        num_decodes = sum(1 for _, count in uncomputed if count == 1)
+        unplanned = [(entry.key, entry.request.num_unplanned_tokens) for entry in self._running]
+        num_decodes = sum(1 for _, count in unplanned if count == 1)
         budget = PrefillBudget(self._policy, self._config.max_num_batched_tokens - num_decodes)
-        for key, count in uncomputed:
+        for key, count in unplanned:
             if count > 1:
                 budget.add(key, count)
         return budget
@@ -176,14 +175,15 @@ class Scheduler(BaseScheduler):
         decodes: list[ScheduledRequest] = []
         prefills: list[Entry] = []
         for entry in self._running:
-            if entry.request.num_uncomputed_tokens == 1:
+            unplanned = entry.request.num_unplanned_tokens
+            if unplanned == 1:
                 decodes.append(self._scheduled(entry, 1))
-            else:
+            elif unplanned:
                 prefills.append(entry)
         if not prefills:
             return tuple(decodes)
         grants = self._policy.divide(
-            [entry.request.num_uncomputed_tokens for entry in prefills],
+            [entry.request.num_unplanned_tokens for entry in prefills],
             self._config.max_num_batched_tokens - len(decodes),
         )
         chunks = [

@@ -106,7 +106,12 @@ class _EngineCollector(Collector):
             ("jaxserve:compilations", "Executables compiled.", stats.compilations),
             ("jaxserve:serving_compilations", "Compiled after warm-up; stays 0.", stats.serving_compilations),
             ("jaxserve:step_seconds", "Time spent in steps.", stats.step_seconds),
-            ("jaxserve:host_seconds", "The part of it spent on the host.", stats.host_seconds),
+            ("jaxserve:host_seconds", "The part of it not spent waiting for the device.", stats.host_seconds),
+            (
+                "jaxserve:host_gap_seconds",
+                "Time for which the device had nothing to do, because the next step was not ready.",
+                stats.host_gap_seconds,
+            ),
         )
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])

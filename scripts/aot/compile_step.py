@@ -12,8 +12,7 @@ from flax import nnx
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
-from jaxserve.device import kv_cache
-from jaxserve.device.sampling import init_state
+from jaxserve.device.programs import make_state
 from jaxserve.device.step import DeviceState, serve_step
 from jaxserve.models.registry import get_family
 from pallas_kernels.paged_attention import AttentionSpec, ragged_paged_attention, resolve_backend
@@ -45,12 +44,7 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
     build = get_family(model.architecture).build
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0))))
     num_blocks = case.seqs * config.max_blocks_per_seq
-    state = jax.eval_shape(
-        lambda: DeviceState(
-            kv_cache.allocate(model, num_blocks, BLOCK_SIZE, dtype),
-            init_state(case.seqs + 1, model.vocab_size),
-        )
-    )
+    state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
     bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
     attention = jax.jit(partial(ragged_paged_attention, scale=model.head_dim**-0.5, backend=backend))
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.flags import RowFlag
-from jaxserve.batch.layout import packed_size, unpack
+from jaxserve.batch.layout import packed_size, places, unpack
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
 from jaxserve.device.sampling import init_state
@@ -61,7 +61,9 @@ class _Step:
         step = partial(serve_step, graphdef, attend, 1 if place.cpu else batch, self._bucket)
         self._step = jax.jit(step, donate_argnums=1)
         self._state = DeviceState(
-            _random_cache(model, config, self._num_blocks), init_state(batch + 1, model.vocab_size)
+            _random_cache(model, config, self._num_blocks),
+            init_state(batch + 1, model.vocab_size),
+            jnp.zeros(batch + 1, jnp.int32),
         )
 
     def time(self, case: Case) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _decode_batch(bucket: Bucket, context: int, config: ResolvedConfig, model: M
     """The packed vector of a step in which every row decodes its token at position `context` - 1."""
     rng = np.random.default_rng(0)
     packed = np.zeros(packed_size(bucket), np.int32)
-    array = unpack(packed, bucket)
+    array = unpack(packed, places(bucket))
     rows, blocks = bucket.seqs, -(-context // config.block_size)
     tables = 1 + rng.permutation(rows * bucket.blocks)[: rows * blocks].reshape(rows, blocks)
     last = context - 1

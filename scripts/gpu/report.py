@@ -193,8 +193,10 @@ def _steps(report: Report) -> str:
     for o in report.outcomes:
         if o.case["kind"] == "host_gap" and o.status == OK:
             lines.append(
-                f"Host: {o.data['host_seconds'] * 1e3:.3f} ms of a {o.data['step_seconds'] * 1e3:.2f} ms step "
-                f"({o.data['host_share']:.1%}), {o.data['recompilations']} recompilations in {o.data['steps']} steps."
+                f"Host: {o.data['host_seconds'] * 1e3:.3f} ms of a {o.data['step_seconds'] * 1e3:.2f} ms step, for "
+                f"{o.data['host_gap_seconds'] * 1e3:.3f} ms of which the device waited; with overlap a step takes "
+                f"{o.data['overlap_step_seconds'] * 1e3:.2f} ms, and the device waits for "
+                f"{o.data['overlap_host_gap_seconds'] * 1e3:.3f} ms. {o.data['recompilations']} recompilations."
             )
     return "\n\n".join(lines)
 

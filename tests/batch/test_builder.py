@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from itertools import pairwise
 from typing import Any
@@ -12,19 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets
-from jaxserve.batch.builder import (
-    HostBatch,
-    build_batch,
-    has_penalties,
-    needs_state_row,
-    prompt_positions_scored,
-    row_flags,
-)
+from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.batch.flags import BatchFlag, RowFlag
-from jaxserve.batch.layout import unpack
+from jaxserve.batch.layout import places, unpack
+from jaxserve.batch.row_table import has_penalties, needs_state_row
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
-from tests.fakes import make_config
+from tests.fakes import make_config, make_request
+from tests.scheduler.harness import Harness
 
 BLOCK_SIZE = 4
 MAX_SEQS = 6
@@ -32,6 +28,7 @@ CONFIG = make_config(
     max_num_seqs=MAX_SEQS, max_num_batched_tokens=40, max_model_len=64, block_size=BLOCK_SIZE
 )
 BUCKETS = default_buckets(CONFIG)
+FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def make_row(
@@ -64,21 +61,26 @@ def make_row(
     if scheduled is None:
         scheduled = prompt + output - computed
     blocks = -(-(computed + scheduled) // BLOCK_SIZE)
-    return ScheduledRequest(request, computed, scheduled, tuple(100 * number + j + 1 for j in range(blocks)))
+    table = tuple(100 * number + j + 1 for j in range(blocks))
+    samples = computed + scheduled == prompt + output
+    slot = number if slot is None else slot
+    return ScheduledRequest(request, computed, scheduled, slot, table, samples, is_new=True)
 
 
 def build(*rows: ScheduledRequest, padding_tokens: int = 0, buckets: ShapeBuckets = BUCKETS) -> HostBatch:
     plan = SchedulerOutput(0, tuple(rows), num_padding_tokens=padding_tokens)
-    return build_batch(plan, buckets, block_size=BLOCK_SIZE, padding_row=MAX_SEQS)
+    return BatchBuilder(buckets, block_size=BLOCK_SIZE, padding_row=MAX_SEQS).build(plan)
 
 
 def arrays(batch: HostBatch) -> dict[str, np.ndarray]:
-    found = unpack(batch.packed, batch.bucket)
-    for name in (
-        "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    ):  # fmt: skip
+    found = unpack(batch.packed, places(batch.bucket))
+    for name in FLOATS:
         found[name] = found[name].view(np.float32)
     return found
+
+
+def row_flags(row: ScheduledRequest) -> RowFlag:
+    return RowFlag(int(arrays(build(row))["row_flags"][0]))
 
 
 def float32(value: float) -> float:
@@ -113,7 +115,7 @@ def expected(batch: HostBatch) -> dict[str, Any]:
             want["token_ids"][at] = sequence[position]
             want["positions"][at] = position
             want["slot_mapping"][at] = (
-                row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                row.new_block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             )
             if (
                 params.prompt_logprobs is not None
@@ -123,30 +125,26 @@ def expected(batch: HostBatch) -> dict[str, Any]:
                 want["target_ids"][at] = sequence[position + 1]
                 flags |= 8
             at += 1
-        for j, block in enumerate(row.block_ids):
+        for j, block in enumerate(row.new_block_ids):
             want["block_tables"][s][j] = block
         want["seq_lens"][s] = row.num_computed_tokens + row.num_scheduled_tokens
         want["cu_q_lens"].append(at)
         want["logits_indices"][s] = at - 1
         want["state_rows"][s] = request.slot
+        want["seed_low"][s] = signed(request.seed % 2**32)
+        want["seed_high"][s] = signed(request.seed // 2**32 % 2**32)
+        want["top_k"][s] = params.top_k
+        for name in FLOATS:
+            want[name][s] = float32(getattr(params, name))
         if row.num_computed_tokens + row.num_scheduled_tokens < len(sequence):
             continue
         row_flag = 1
         want["sample_positions"][s] = len(sequence)
-        want["seed_low"][s] = signed(request.seed % 2**32)
-        want["seed_high"][s] = signed(request.seed // 2**32 % 2**32)
         if params.temperature >= 1e-5 and params.top_k != 1:
             row_flag |= 2
             flags |= 1
-            want["temperature"][s] = float32(params.temperature)
-            want["top_k"][s] = params.top_k
-            want["top_p"][s] = float32(params.top_p)
-            want["min_p"][s] = float32(params.min_p)
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
             row_flag |= 4
-            want["presence_penalty"][s] = float32(params.presence_penalty)
-            want["frequency_penalty"][s] = float32(params.frequency_penalty)
-            want["repetition_penalty"][s] = float32(params.repetition_penalty)
         if params.logit_bias:
             row_flag |= 8
         if len(request.output_token_ids) < params.min_tokens and request.stop_token_ids:
@@ -282,10 +280,11 @@ def test_arrays_are_fresh_for_every_batch() -> None:
 )
 def test_positions_scored_at_the_edges_of_chunks(computed: int, scheduled: int, scored: int) -> None:
     row = make_row(1, prompt=10, output=2, computed=computed, scheduled=scheduled, prompt_logprobs=0)
-    assert prompt_positions_scored(row) == scored
     batch = build(make_row(2, prompt=8, output=1, computed=8), row)
     targets = arrays(batch)["target_ids"]
-    first = batch.first_token[[item.request_id for item in batch.rows].index("r1:0")]
+    at = [item.request_id for item in batch.rows].index("r1:0")
+    assert batch.num_scored == (tuple(scored * (s == at) for s in range(2)) if scored else ())
+    first = batch.first_token[at]
     want = np.zeros_like(targets)
     want[first : first + scored] = [1000 + computed + 1 + i for i in range(scored)]
     assert np.array_equal(targets, want)
@@ -298,7 +297,7 @@ def test_chunks_score_every_prompt_position_once(cuts: list[int], prompt: int) -
     scored: list[int] = []
     for start, end in pairwise(edges):
         row = make_row(0, prompt=prompt, computed=start, scheduled=end - start, prompt_logprobs=2)
-        scored += range(start + 1, start + 1 + prompt_positions_scored(row))
+        scored += range(start + 1, start + 1 + sum(build(row).num_scored))
     assert scored == list(range(1, prompt))
 
 
@@ -331,7 +330,7 @@ def test_seeds_travel_as_two_words(seed: int) -> None:
 def test_flags_say_what_is_needed_and_no_more(params: dict[str, Any], row: int, batch: int) -> None:
     decode = make_row(0, prompt=5, output=2, computed=6, stop=frozenset({7}), **params)
     found = arrays(build(decode))
-    assert found["row_flags"][0] == int(row) == int(row_flags(decode.request))
+    assert found["row_flags"][0] == int(row)
     assert int(found["batch_flags"]) == int(batch)
 
 
@@ -348,8 +347,8 @@ def test_a_chunk_that_samples_nothing_asks_for_nothing() -> None:
 def test_stops_are_banned_until_min_tokens_are_there() -> None:
     for output in range(5):
         row = make_row(0, prompt=4, output=output, computed=3 + output, min_tokens=3, stop=frozenset({1}))
-        assert bool(row_flags(row.request) & RowFlag.BAN_STOPS) == (output < 3)
-    assert not row_flags(make_row(0, prompt=4, min_tokens=3).request) & RowFlag.BAN_STOPS, "nothing to ban"
+        assert bool(row_flags(row) & RowFlag.BAN_STOPS) == (output < 3)
+    assert not row_flags(make_row(0, prompt=4, min_tokens=3)) & RowFlag.BAN_STOPS, "nothing to ban"
 
 
 def test_state_rows_are_loaded_for_whoever_reads_them() -> None:
@@ -359,9 +358,9 @@ def test_state_rows_are_loaded_for_whoever_reads_them() -> None:
         {}, {"presence_penalty": 1.0}, {"frequency_penalty": -1.0}, {"repetition_penalty": 0.9},
         {"logit_bias": {3: 1.0}}, {"min_tokens": 1}, {"temperature": 0},
     ):  # fmt: skip
-        request = make_row(0, prompt=3, stop=frozenset({5}), **params).request
-        assert needs_state_row(request) == bool(row_flags(request) & reads)
-        assert has_penalties(request.params) == bool(row_flags(request) & RowFlag.PENALTIES)
+        row = make_row(0, prompt=3, stop=frozenset({5}), **params)
+        assert needs_state_row(row.request) == bool(row_flags(row) & reads)
+        assert has_penalties(row.request.params) == bool(row_flags(row) & RowFlag.PENALTIES)
 
 
 def test_a_resumed_request_computes_its_output_again_and_samples_once() -> None:
@@ -384,4 +383,58 @@ def test_a_request_may_fill_its_whole_block_table() -> None:
     batch = build(row)
     check(batch, [row])
     assert (arrays(batch)["block_tables"][0] > 0).all()
-    assert arrays(batch)["slot_mapping"][0] == row.block_ids[-1] * BLOCK_SIZE + BLOCK_SIZE - 1
+    assert arrays(batch)["slot_mapping"][0] == row.new_block_ids[-1] * BLOCK_SIZE + BLOCK_SIZE - 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 20), st.booleans(), params_strategy),
+        min_size=2,
+        max_size=12,
+    ),
+    num_blocks=st.integers(13, 24),
+    aborted=st.lists(st.integers(0, 20), max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_remembered_by_slot_is_what_a_newcomer_would_be_told(
+    overlap: bool, requests: list[tuple[int, int, bool, dict[str, Any]]], num_blocks: int, aborted: list[int]
+) -> None:
+    """Slots and tables change hands under pressure; each batch equals the one of a builder without a memory."""
+    harness = Harness(
+        num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=40,
+        max_model_len=64,
+        overlap=overlap,
+    )
+    for number, (prompt, output, stops, params) in enumerate(requests):
+        harness.add(
+            make_request(f"r{number}", prompt, output, eos=[1] if stops else [], **own(params, output))
+        )
+    builder = BatchBuilder(BUCKETS, block_size=BLOCK_SIZE, padding_row=MAX_SEQS)
+    while harness.scheduler.has_unfinished:
+        plan = harness.launch()
+        if plan.scheduled:
+            batch = builder.build(plan)
+            told = [
+                dataclasses.replace(
+                    row,
+                    is_new=True,
+                    new_block_ids=tuple(harness.runner.table(row)),
+                )
+                for row in plan.scheduled
+            ]
+            assert np.array_equal(batch.packed, build(*told).packed)
+            continues = [bool(flags & RowFlag.CONTINUES) for flags in arrays(batch)["row_flags"]]
+            assert continues[: len(batch.rows)] == [row.continues for row in batch.rows]
+            assert overlap or not any(continues)
+        harness.accept(leaving=int(overlap and bool(plan.scheduled)))
+        if harness.num_steps in aborted:
+            harness.scheduler.abort([min(harness.scheduler._entries, default="nobody")])
+
+
+def own(params: dict[str, Any], output: int) -> dict[str, Any]:
+    """The settings that a request of so many tokens may have."""
+    return {**params, "min_tokens": min(params.get("min_tokens", 0), output)}

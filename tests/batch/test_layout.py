@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.batch.buckets import Bucket
-from jaxserve.batch.layout import fields, packed_size, unpack
+from jaxserve.batch.layout import fields, packed_size, places, unpack
 from jaxserve.device.forward_batch import unpack_batch
 
 BUCKETS = [Bucket(1, 1, 1), Bucket(2, 2, 1), Bucket(8, 3, 5), Bucket(32, 16, 7)]
@@ -16,7 +16,7 @@ BUCKETS = [Bucket(1, 1, 1), Bucket(2, 2, 1), Bucket(8, 3, 5), Bucket(32, 16, 7)]
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 def test_fields_fill_the_vector_without_overlap(bucket: Bucket) -> None:
     vector = np.zeros(packed_size(bucket), np.int32)
-    arrays = unpack(vector, bucket)
+    arrays = unpack(vector, places(bucket))
     assert list(arrays) == [field.name for field in fields(bucket)]
     for number, array in enumerate(arrays.values(), start=1):
         assert np.shares_memory(array, vector), "the host writes through views"
@@ -31,8 +31,8 @@ def test_fields_fill_the_vector_without_overlap(bucket: Bucket) -> None:
 @settings(max_examples=30)
 def test_jax_reads_what_numpy_wrote(seed: int, bucket: Bucket) -> None:
     vector = np.random.default_rng(seed).integers(-(2**31), 2**31, packed_size(bucket), np.int32)
-    from_jax = unpack(jax.numpy.asarray(vector), bucket)
-    for name, array in unpack(vector, bucket).items():
+    from_jax = unpack(jax.numpy.asarray(vector), places(bucket))
+    for name, array in unpack(vector, places(bucket)).items():
         assert np.array_equal(np.asarray(from_jax[name]), array)
 
 
@@ -40,14 +40,14 @@ def test_scalars_can_be_written_in_place() -> None:
     bucket = BUCKETS[2]
     vector = np.zeros(packed_size(bucket), np.int32)
     for name in ("num_decodes", "num_seqs", "batch_flags"):
-        unpack(vector, bucket)[name][...] = 7
-        assert unpack(vector, bucket)[name] == 7
+        unpack(vector, places(bucket))[name][...] = 7
+        assert unpack(vector, places(bucket))[name] == 7
 
 
 def test_floats_and_seeds_arrive_bit_for_bit() -> None:
     bucket = Bucket(8, 4, 2)
     vector = np.zeros(packed_size(bucket), np.int32)
-    array = unpack(vector, bucket)
+    array = unpack(vector, places(bucket))
     values = np.array([1e-5, -0.0, 1e-42, 3.4e38], np.float32)
     floats = [field.name for field in fields(bucket) if field.is_float]
     assert len(floats) == 6
@@ -70,7 +70,7 @@ def test_every_field_reaches_the_step() -> None:
     bucket = Bucket(3, 2, 4)
     vector = np.zeros(packed_size(bucket), np.int32)
     for number, (field, array) in enumerate(
-        zip(fields(bucket), unpack(vector, bucket).values(), strict=True)
+        zip(fields(bucket), unpack(vector, places(bucket)).values(), strict=True)
     ):
         if field.is_float:
             array.view(np.float32)[...] = number

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch.buckets import ShapeBuckets
-from jaxserve.batch.builder import build_batch
+from jaxserve.batch.builder import BatchBuilder
 from jaxserve.config import ModelConfig
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.models.random_weights import init_random
@@ -47,11 +47,16 @@ class Driver:
         self._free_slots = list(range(CONFIG.max_num_seqs))
         self.blocks: dict[str, list[int]] = {}
         self._new: set[str] = set()
+        self._told: dict[str, int] = {}
+        self._builder = BatchBuilder(
+            BUCKETS, block_size=CONFIG.block_size, padding_row=self.runner.padding_row
+        )
 
     def admit(self, request: Request) -> Request:
         request.slot = self._free_slots.pop(0)
         self.blocks[request.request_id] = []
         self._new.add(request.request_id)
+        self._told[request.request_id] = 0
         return request
 
     def preempt(self, request: Request) -> None:
@@ -70,10 +75,17 @@ class Driver:
                 blocks.append(self._free_blocks.pop())
             is_new = request.request_id in self._new
             self._new.discard(request.request_id)
-            rows.append(ScheduledRequest(request, request.num_computed_tokens, count, tuple(blocks), is_new))
+            start, told = request.num_computed_tokens, self._told[request.request_id]
+            self._told[request.request_id] = len(blocks)
+            samples = start + count == request.num_tokens
+            assert request.slot is not None
+            rows.append(
+                ScheduledRequest(
+                    request, start, count, request.slot, tuple(blocks[told:]), samples, is_new=is_new
+                )
+            )
         plan = SchedulerOutput(0, tuple(rows))
-        batch = build_batch(plan, BUCKETS, block_size=CONFIG.block_size, padding_row=self.runner.padding_row)
-        result = self.runner.run(plan, batch)
+        result = self.runner.read(self.runner.launch(plan, self._builder.build(plan)))
         for request, count in parts:
             request.num_computed_tokens += count
             request.output_token_ids += result.sampled_token_ids.get(request.request_id, [])
@@ -82,5 +94,5 @@ class Driver:
     def finish(self, request: Request, num_tokens: int) -> list[int]:
         """Alone, whatever is uncomputed in one chunk, until the output has `num_tokens`."""
         while request.num_output_tokens < num_tokens:
-            self.step((request, request.num_uncomputed_tokens))
+            self.step((request, request.num_tokens - request.num_computed_tokens))
         return request.output_token_ids

@@ -14,7 +14,7 @@ import pytest
 
 import jaxserve
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
-from jaxserve.batch.builder import build_batch
+from jaxserve.batch.builder import BatchBuilder
 from jaxserve.config import RopeConfig
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.programs import traced_sources
@@ -48,7 +48,7 @@ def test_hundreds_of_steps_take_no_more_memory(tiny_runner: ModelRunner) -> None
             )
             while request.num_output_tokens < 110:
                 old = jax.tree.leaves(tiny_runner._state)
-                driver.step((request, request.num_uncomputed_tokens))
+                driver.step((request, request.num_tokens - request.num_computed_tokens))
                 assert all(array.is_deleted() for array in old), "not donated"
                 del old
                 assert live_bytes() == before
@@ -157,12 +157,13 @@ def test_a_broken_request_fails_alone_and_leaves_nothing_behind(tiny_runner: Mod
 def test_a_shape_that_nobody_compiled_is_refused(tiny_runner: ModelRunner) -> None:
     request = make_request("a", [1, 2, 3], temperature=0.0)
     request.slot = 0
-    plan = SchedulerOutput(0, (ScheduledRequest(request, 0, 3, (1,)),))
+    plan = SchedulerOutput(0, (ScheduledRequest(request, 0, 3, 0, (1,), True, is_new=True),))
     other = ShapeBuckets(((5, (3,)),), CONFIG.max_blocks_per_seq)
-    batch = build_batch(plan, other, block_size=CONFIG.block_size, padding_row=tiny_runner.padding_row)
+    builder = BatchBuilder(other, block_size=CONFIG.block_size, padding_row=tiny_runner.padding_row)
+    batch = builder.build(plan)
     assert batch.bucket == Bucket(5, 3, CONFIG.max_blocks_per_seq)
     with pytest.raises(LookupError, match="T5xS3"):
-        tiny_runner.run(plan, batch)
+        tiny_runner.launch(plan, batch)
     assert tiny_runner.serving_compilations == 0
 
 

@@ -31,7 +31,7 @@ def test_state_is_updated_in_place(tiny_runner: ModelRunner, bucket: Bucket) -> 
     aliased = hlo.aliased_outputs(program.as_text())
     num_params = len(jax.tree.leaves(tiny_runner._params))
     num_state = len(jax.tree.leaves(tiny_runner._state))
-    assert num_state == 2 * MODEL.num_layers + 2
+    assert num_state == 2 * MODEL.num_layers + 3
     assert aliased == {i: num_params + i for i in range(num_state)}
     assert program.memory_analysis().temp_size_in_bytes < POOL_BYTES
 
@@ -129,7 +129,7 @@ def test_packed_batches_equal_a_dense_forward(
                 or not budget
             ):
                 continue
-            left = min(request.num_uncomputed_tokens, budget)
+            left = min(request.num_tokens - request.num_computed_tokens, budget)
             count = left if rng.random() < 0.5 else int(rng.integers(1, left + 1))
             budget -= count
             parts.append((request, count))

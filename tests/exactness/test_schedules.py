@@ -159,6 +159,7 @@ def schedules(draw: st.DrawFn, num_requests: int):
         "max_prefill_chunk": draw(st.sampled_from([1, 5, 16, 32])),
         "max_num_seqs": draw(st.sampled_from([1, 3, 16])),
         "enable_prefix_caching": draw(st.booleans()),
+        "overlap": draw(st.booleans()),
     }
     chosen = draw(st.lists(st.integers(0, num_requests - 1), min_size=2, max_size=12, unique=True))
     arrivals = {index: draw(st.integers(0, 30)) for index in chosen}
@@ -168,7 +169,7 @@ def schedules(draw: st.DrawFn, num_requests: int):
     return options, arrivals, priorities, aborts
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_schedules(tiny_model, mixed, data):
     options, arrivals, priorities, aborts = data.draw(schedules(len(mixed)))

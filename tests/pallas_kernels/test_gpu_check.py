@@ -253,8 +253,8 @@ def test_loads_count_what_they_move() -> None:
 
 def test_the_step_that_is_timed_is_the_one_that_the_builder_would_pack() -> None:
     from jaxserve.batch.buckets import Bucket, ShapeBuckets
-    from jaxserve.batch.builder import build_batch
-    from jaxserve.batch.layout import unpack
+    from jaxserve.batch.builder import BatchBuilder
+    from jaxserve.batch.layout import places, unpack
     from jaxserve.request import Request, SamplingParams
     from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 
@@ -264,17 +264,18 @@ def test_the_step_that_is_timed_is_the_one_that_the_builder_would_pack() -> None
     )
     bucket = Bucket(3, 3, config.max_blocks_per_seq)
     packed = decode_step._decode_batch(bucket, 37, config, model)
-    ours = unpack(packed, bucket)
+    ours = unpack(packed, places(bucket))
     scheduled = []
     for row in range(3):
         prompt = (0,) * 36 + (int(ours["token_ids"][row]),)
         params = SamplingParams(temperature=0.0)
         request = Request(f"{row}:0", str(row), 0, prompt, params, seed=0, max_tokens=1, slot=row)
         blocks = tuple(int(block) for block in ours["block_tables"][row, :3])
-        scheduled.append(ScheduledRequest(request, 36, 1, blocks))
+        scheduled.append(ScheduledRequest(request, 36, 1, row, blocks, True, is_new=True))
     buckets = ShapeBuckets(((3, (3,)),), bucket.blocks)
-    batch = build_batch(SchedulerOutput(0, tuple(scheduled)), buckets, block_size=16, padding_row=3)
-    theirs = unpack(batch.packed, bucket)
+    builder = BatchBuilder(buckets, block_size=16, padding_row=3)
+    batch = builder.build(SchedulerOutput(0, tuple(scheduled)))
+    theirs = unpack(batch.packed, places(bucket))
     for name, value in theirs.items():
         np.testing.assert_array_equal(ours[name], value, err_msg=name)
 

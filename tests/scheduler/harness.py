@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.outputs import RequestUpdate, TokenLogprobs
+from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.output import SchedulerOutput
@@ -21,6 +21,7 @@ class Harness:
 
     def __init__(self, num_blocks: int, *, vocab: int = 97, **config: object) -> None:
         self.config = make_config(**config)
+        self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.num_blocks = num_blocks
         self.scheduler = create_scheduler(self.config, num_blocks)
         self.runner = FakeRunner(self.config.block_size, num_blocks, vocab)
@@ -42,26 +43,46 @@ class Harness:
             self.ends[request.request_id] = 0
 
     def step(self) -> SchedulerOutput:
+        """Plan and run a step, and accept the result of that one, or with `config.overlap` of the one before."""
+        plan = self.launch()
+        self.accept(leaving=int(self.config.overlap and bool(plan.scheduled)))
+        return plan
+
+    def launch(self) -> SchedulerOutput:
         self.num_steps += 1
         assert self.num_steps < 20_000, "no end in sight"
         plan = self.scheduler.schedule()
         self.scheduler.check_integrity()
         budget = plan.num_scheduled_tokens
         assert budget <= self.config.max_num_batched_tokens or self.config.scheduler == "static"
-        result = self.runner.run(plan)
-        self.last_updates = self.scheduler.update_from_output(plan, result)
-        for update in self.last_updates:
+        if plan.scheduled:
+            self.in_flight.append((plan, self.runner.run(plan)))
+        return plan
+
+    def accept(self, leaving: int = 0) -> None:
+        """Accept the results of steps in their order until so many are left."""
+        self.last_updates = []
+        while len(self.in_flight) > leaving:
+            self.last_updates += self._accept(*self.in_flight.pop(0))
+        self.check()
+
+    def _accept(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
+        updates = self.scheduler.update_from_output(plan, result)
+        for update in updates:
             request_id = update.request.request_id
             self.tokens[request_id] += update.new_token_ids
             self.prompt_logprobs[request_id] += update.prompt_logprobs or []
             self.ends[request_id] += update.request.is_finished
             if update.error:
                 self.errors[request_id] = update.error
-        self.check()
-        return plan
+        return updates
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        if not self.in_flight:
+            for request in self.requests.values():
+                assert request.num_pending_tokens == 0, f"{request.request_id} awaits what nobody computes"
+                assert request.is_finished or request.num_planned_tokens == request.num_computed_tokens
         pool = self.scheduler._kv.pool
         self.runner.poison(block for block in pool.free_ids() if pool.digest(block) is None)
 
@@ -71,9 +92,10 @@ class Harness:
             tokens = sum(r.num_prompt_tokens + r.max_tokens for r in self.requests.values())
             max_steps = 10 * tokens + 10
         steps = 0
-        while self.scheduler.has_unfinished:
+        while self.scheduler.has_unfinished or self.in_flight:
+            busy = bool(self.in_flight)
             plan = self.step()
-            assert plan.scheduled, "nothing was scheduled although requests are unfinished"
+            assert plan.scheduled or busy, "nothing was scheduled although requests are unfinished"
             steps += 1
             assert steps <= max_steps, f"not done after {max_steps} steps"
         return steps

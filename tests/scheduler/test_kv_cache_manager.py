@@ -18,6 +18,11 @@ def admitted(kv: KVCacheManager, request: Request, source: Request | None = None
     return request
 
 
+def table(kv: KVCacheManager, request_id: str, num_tokens: int) -> tuple[int, ...]:
+    """The blocks that hold the first tokens."""
+    return tuple(kv._tables[request_id].block_ids[: kv.blocks_for(num_tokens)])
+
+
 def test_an_admission_that_does_not_fit_takes_nothing() -> None:
     kv = KVCacheManager(6, 4, True)
     prefix = list(range(16))
@@ -56,7 +61,7 @@ def test_a_prefix_hit_that_reaches_as_far_is_preferred_to_a_copy() -> None:
     kv = KVCacheManager(12, 4, True)
     first, second = make_group("g", 9, 2)
     admitted(kv, first)
-    assert kv.find_reusable(second, limit=9, source=first) == Reuse(kv.block_ids("g:0", 8), 8)
+    assert kv.find_reusable(second, limit=9, source=first) == Reuse(table(kv, "g:0", 8), 8)
 
 
 def test_victims_give_back_shared_blocks_only_together() -> None:
@@ -69,7 +74,7 @@ def test_victims_give_back_shared_blocks_only_together() -> None:
     assert kv.victims_for([second, first], 2, keep=()) == [second, first]
     assert kv.victims_for([second, first], 4, keep=()) == [second, first]
     assert kv.victims_for([second, first], 5, keep=()) is None
-    assert kv.victims_for([second, first], 4, keep=kv.block_ids("g:0", 4)) is None
+    assert kv.victims_for([second, first], 4, keep=table(kv, "g:0", 4)) is None
     assert kv.victims_for([], 0, keep=()) is None
     assert kv.victims_for([second, first], 0, keep=()) == [second]  # a slot alone is missing
 
@@ -79,7 +84,7 @@ def test_growing_stops_at_the_end_of_the_pool_and_changes_nothing_then() -> None
     request = admitted(kv, make_request("a", 4))
     assert kv.grow(request.request_id, 12)
     assert not kv.grow(request.request_id, 13)
-    assert len(kv.block_ids(request.request_id, 12)) == 3
+    assert len(table(kv, request.request_id, 12)) == 3
 
 
 def test_a_block_is_registered_when_full_and_no_earlier() -> None:
@@ -103,8 +108,7 @@ def test_the_integrity_check_sees_a_write_into_a_shared_block() -> None:
     kv = KVCacheManager(6, 4, False)
     first, second = make_group("g", 10, 2)
     admitted(kv, first)
-    table = kv.block_ids("g:0", 10)
-    kv.admit(second, Reuse(table, 9), 10)  # the partial block shared, not copied
+    kv.admit(second, Reuse(table(kv, "g:0", 10), 9), 10)  # the partial block shared, not copied
     second.num_computed_tokens = 9
     with pytest.raises(AssertionError, match="will write into shared block"):
         kv.check_integrity([first, second])

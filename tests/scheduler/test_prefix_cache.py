@@ -197,7 +197,7 @@ def test_the_partial_block_is_copied_and_full_ones_are_shared() -> None:
     harness.add(*make_group("g", 10, 3, 6))
     assert rows(harness.step()) == {"g:0": 10}
     plan = harness.step()
-    tables = {item.request_id: item.block_ids for item in plan.scheduled}
+    tables = {item.request_id: harness.runner.table(item) for item in plan.scheduled}
     assert tables["g:0"][:2] == tables["g:1"][:2] == tables["g:2"][:2]
     assert len({tables[f"g:{i}"][2] for i in range(3)}) == 3
     source = tables["g:0"][2]

@@ -15,7 +15,7 @@ def decode(harness: Harness, *requests: Request) -> None:
     """Add requests and step until all of them decode."""
     harness.add(*requests)
     for _ in range(1000):
-        if all(r.status is RequestStatus.RUNNING and r.num_uncomputed_tokens == 1 for r in requests):
+        if all(r.status is RequestStatus.RUNNING and r.num_unplanned_tokens == 1 for r in requests):
             return
         harness.step()
     raise AssertionError("they never all decode")
@@ -96,11 +96,11 @@ def test_scheduling_alone_moves_no_counter() -> None:
     assert request.num_computed_tokens == 10
 
 
-def test_block_tables_are_just_long_enough_and_copies() -> None:
+def test_a_plan_names_each_block_once() -> None:
     harness = Harness(100, block_size=4, max_num_batched_tokens=6)
     harness.add(make_request("a", 20, 8))
-    lengths = [len(harness.step().scheduled[0].block_ids) for _ in range(6)]
-    assert lengths == [2, 3, 5, 5, 6, 6]
+    lengths = [len(harness.step().scheduled[0].new_block_ids) for _ in range(11)]
+    assert lengths == [6, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0]
 
 
 def test_the_same_requests_give_the_same_plans() -> None:
@@ -111,7 +111,9 @@ def test_the_same_requests_give_the_same_plans() -> None:
         plans: list[object] = []
         while harness.scheduler.has_unfinished:
             plan = harness.step()
-            items = [(i.request_id, i.num_scheduled_tokens, i.block_ids, i.is_new) for i in plan.scheduled]
+            items = [
+                (i.request_id, i.num_scheduled_tokens, i.new_block_ids, i.is_new) for i in plan.scheduled
+            ]
             plans.append((items, plan.block_copies, [r.request_id for r in plan.preempted]))
         return plans
 

@@ -16,6 +16,7 @@ FAMILIES = [[(7 * f + 13 * i) % 50 for i in range(40)] for f in range(2)]  # pro
 
 class SchedulerMachine(RuleBasedStateMachine):
     kind = "continuous"
+    overlap = False
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_prefill_chunk=min(chunk, budget),
             enable_prefix_caching=caching,
             scheduler=self.kind,
+            overlap=self.overlap,
         )
         self.num_groups = 0
 
@@ -126,18 +128,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.living())
     @rule(data=st.data())
     def abort_while_a_step_is_under_way(self, data: st.DataObject) -> None:
-        plan = self.harness.scheduler.schedule()
-        result = self.harness.runner.run(plan)
+        plan = self.harness.launch()
         chosen = data.draw(st.sampled_from(self.living()))
         self.harness.scheduler.abort([chosen])
-        updates = self.harness.scheduler.update_from_output(plan, result)
-        assert chosen not in [update.request.request_id for update in updates]
-        for update in updates:
-            request_id = update.request.request_id
-            self.harness.tokens[request_id] += update.new_token_ids
-            self.harness.prompt_logprobs[request_id] += update.prompt_logprobs or []
-            self.harness.ends[request_id] += update.request.is_finished
-        self.harness.check()
+        self.harness.accept(leaving=int(self.overlap and bool(plan.scheduled)))
+        assert chosen not in [update.request.request_id for update in self.harness.last_updates]
 
     @precondition(lambda self: self.living())
     @rule(data=st.data())
@@ -149,7 +144,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.step()
             self.harness.runner.failing = set()
             request = self.harness.requests[chosen]
-            assert request.is_finished == (chosen in self.harness.errors)
+            if self.overlap:  # the step before may have ended it otherwise
+                failed = request.finish_reason is FinishReason.ERROR
+            else:
+                failed = request.is_finished
+            assert failed == (chosen in self.harness.errors)
 
     @invariant()
     def gauges_agree(self) -> None:
@@ -165,11 +164,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.check_drained()
 
 
+class OverlapMachine(SchedulerMachine):
+    overlap = True
+
+
 class StaticMachine(SchedulerMachine):
     kind = "static"
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestOverlapMachine = OverlapMachine.TestCase
+TestOverlapMachine.settings = TestSchedulerMachine.settings
 TestStaticMachine = StaticMachine.TestCase
 TestStaticMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
