@@ -410,7 +410,7 @@ def test_a_failed_step_kills_the_engine_and_says_so(make_engine, monkeypatch):
     def fail(plan, batch):
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(engine._runner, "run", fail)
+    monkeypatch.setattr(engine._runner, "launch", fail)
     with pytest.raises(RuntimeError, match="on fire"):
         engine.step()
     monkeypatch.undo()

@@ -19,7 +19,7 @@ TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
     PLAIN_DATA
     | TEXT
-    | {"scheduler", "batch", "models", "checkpoint", "device", "speculative", "output_processor"}
+    | {"scheduler", "batch", "models", "checkpoint", "device", "speculative", "output_processor", "host_gap"}
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "request": {"errors"},
     "outputs": {"request"},
     "stats": set(),
+    "host_gap": set(),
     "progress": set(),
     "model_store": set(),
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),

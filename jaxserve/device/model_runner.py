@@ -143,7 +143,7 @@ class ModelRunner:
 
     def is_done(self, step: LaunchedStep) -> bool:
         """Whether `read` would return at once."""
-        return step.output.token_ids_S.is_ready()  # type: ignore[attr-defined,no-any-return]
+        return step.output.token_ids_S.is_ready()  # type: ignore[attr-defined]
 
     def read(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait for a step, and hand its results to their requests. An error of the device comes out here."""
