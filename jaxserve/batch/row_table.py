@@ -50,7 +50,10 @@ class RowTable:
         params = request.params
         self.block_tables_RB[slot] = 0
         self._num_blocks[slot] = 0
-        self.settings_FR[:, slot] = _settings(request.seed, {name: getattr(params, name) for name in _PARAMS})
+        settings = {name: getattr(params, name) for name in _PARAMS}
+        if params.is_greedy:
+            settings["temperature"] = 1.0  # unused, but where rows are drawn together all are divided by it
+        self.settings_FR[:, slot] = _settings(request.seed, settings)
         self.flags_R[slot] = int(_flags(params))
         bans = params.min_tokens if request.stop_token_ids else 0
         self.banned_until_R[slot] = request.num_prompt_tokens + bans if bans else 0

@@ -136,6 +136,8 @@ def expected(batch: HostBatch) -> dict[str, Any]:
         want["top_k"][s] = params.top_k
         for name in FLOATS:
             want[name][s] = float32(getattr(params, name))
+        if params.is_greedy:
+            want["temperature"][s] = 1.0
         if row.num_computed_tokens + row.num_scheduled_tokens < len(sequence):
             continue
         row_flag = 1
