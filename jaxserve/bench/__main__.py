@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.bench.peers.command import add_command, run_command
 from jaxserve.bench.workload import read_workload
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
@@ -42,6 +43,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "is ratio=X.XXX, deterministic over default output tokens a second. Exit codes: 0; 2 for bad input.",
     )
     _add_common(deterministic)
+    add_command(commands)
     return parser.parse_args(arguments)
 
 
@@ -67,6 +69,8 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out a command line; returns the exit code."""
+    if arguments.command == "peers":
+        return run_command(arguments)
     workload = read_workload(arguments.workload, limit=arguments.limit)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"{arguments.json}: there is no such folder")

@@ -9,14 +9,19 @@ import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 
-import jax
-
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 
 
 def describe_environment() -> dict[str, object]:
-    """Date (UTC), commit, versions, machine and device; everything JSON can hold."""
+    """That of `describe_host`, and the device of this process."""
+    import jax
+
     device = jax.local_devices()[0]
+    return {**describe_host(), "device": f"{device.platform}: {device.device_kind}"}
+
+
+def describe_host() -> dict[str, object]:
+    """Date (UTC), commit, versions and machine; everything JSON can hold. Starts no device."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -31,7 +36,6 @@ def describe_environment() -> dict[str, object]:
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         },
-        "device": f"{device.platform}: {device.device_kind}",
     }
 
 

@@ -1,0 +1,113 @@
+"""The client: sends every request at its time, streams the answers, and keeps raw bytes with their times.
+
+Nothing is decoded while a pass runs: client and server share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from jaxserve.bench.workload import Item
+
+_CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One request and whatever came back. Times are seconds since the pass began.
+
+    Attributes:
+      sent, ended: when the request went out; when its answer was complete or had failed.
+      status: of HTTP; None if there was no answer at all.
+      received: (time, bytes) as they came.
+      broken: why the answer is not complete; None if the peer ended it properly, in whatever way.
+      timed_out: the peer sent nothing for too long.
+    """
+
+    sent: float
+    ended: float
+    status: int | None
+    received: tuple[tuple[float, bytes], ...]
+    broken: str | None = None
+    timed_out: bool = False
+
+
+def arrival_times(count: int, *, rate: float | None, seed: int) -> tuple[float, ...]:
+    """When each request is sent, in seconds: all at 0, or a Poisson process of `rate` a second from 0 on."""
+    if rate is None:
+        return (0.0,) * count
+    gaps = np.random.default_rng(seed).exponential(1.0 / rate, count - 1)
+    return (0.0, *np.cumsum(gaps).tolist())
+
+
+def completion_body(model: str, item: Item) -> dict[str, Any]:
+    """Greedy, of exactly `max_tokens` tokens, streamed, with the counts at the end."""
+    return {
+        "model": model,
+        "prompt": list(item.prompt_token_ids),
+        "max_tokens": item.max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def replay(
+    url: str, model: str, items: Sequence[Item], arrivals: Sequence[float], *, idle_timeout_s: float
+) -> tuple[Exchange, ...]:
+    """Send `items[i]` at `arrivals[i]`, whatever became of the others (an open loop); wait for all answers.
+
+    Args:
+      idle_timeout_s: a request that gets no byte for so long is given up.
+    """
+    return asyncio.run(_replay(url, model, items, arrivals, idle_timeout_s))
+
+
+async def _replay(
+    url: str, model: str, items: Sequence[Item], arrivals: Sequence[float], idle_timeout_s: float
+) -> tuple[Exchange, ...]:
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=min(_CONNECT_TIMEOUT_S, idle_timeout_s), sock_read=idle_timeout_s
+    )
+    bodies = [aiohttp.JsonPayload(completion_body(model, item)) for item in items]
+    # One connection a request: a peer that closes idle ones must not look like one that fails.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        start = time.perf_counter()
+        return tuple(
+            await asyncio.gather(
+                *(
+                    _exchange(session, f"{url}/v1/completions", body, start, arrival)
+                    for body, arrival in zip(bodies, arrivals, strict=True)
+                )
+            )
+        )
+
+
+async def _exchange(
+    session: aiohttp.ClientSession, url: str, body: aiohttp.Payload, start: float, arrival: float
+) -> Exchange:
+    await asyncio.sleep(start + arrival - time.perf_counter())
+    status: int | None = None
+    received: list[tuple[float, bytes]] = []
+    broken: str | None = None
+    timed_out = False
+    sent = time.perf_counter() - start
+    try:
+        async with session.post(url, data=body) as response:
+            status = response.status
+            async for data in response.content.iter_any():
+                received.append((time.perf_counter() - start, data))
+    except TimeoutError:
+        broken, timed_out = "nothing came for too long", True
+    except aiohttp.ClientError as error:
+        broken = str(error) or type(error).__name__
+    return Exchange(sent, time.perf_counter() - start, status, tuple(received), broken, timed_out)
