@@ -7,7 +7,9 @@ R rows of per-request state.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +77,14 @@ class ForwardBatch:
     num_seqs: jax.Array
     flags: jax.Array
     sampling: SamplingRows
+
+    @classmethod
+    def structure(cls) -> ForwardBatch:
+        """An instance with a placeholder for each array, for its tree structure."""
+        leaf: Any = 0
+        sampling = SamplingRows(*(leaf for _ in dataclasses.fields(SamplingRows)))
+        arrays = {field.name: leaf for field in dataclasses.fields(cls)}
+        return cls(**{**arrays, "sampling": sampling})
 
 
 def unpack_batch(packed: jax.Array, bucket: Bucket) -> ForwardBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,6 +25,18 @@ class KVCache:
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+
+    def layer(self, index: int) -> KVCache:
+        """The cache of one layer."""
+        return KVCache((self.k[index],), (self.v[index],))
+
+
+def join_layers(caches: Sequence[KVCache]) -> KVCache:
+    """The cache of several layers, from theirs."""
+    return KVCache(
+        tuple(pool for cache in caches for pool in cache.k),
+        tuple(pool for cache in caches for pool in cache.v),
+    )
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import HostBatch
@@ -38,6 +37,7 @@ from jaxserve.device.sampling import (
     Logprobs,
 )
 from jaxserve.device.step import StepOutput
+from jaxserve.device.step_parts import fill_params
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
@@ -97,11 +97,9 @@ class ModelRunner:
             sharding=sharding,
             keep_logits=observe_logits is not None,
         )
-        state = jax.tree.map(lambda x: x, programs.params)  # a copy: arrays take the places of shapes
-        nnx.replace_by_pure_dict(state, params)
         self.padding_row = config.max_num_seqs
         self._buckets = buckets
-        self._params = state
+        self._params = fill_params(programs.params, params)
         self._state = make_state(model, config, num_blocks)
         self._observe_logits = observe_logits
         self._maker = ProgramMaker(programs, cache_directory)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import pallas_kernels
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
@@ -22,9 +21,10 @@ from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
+from jaxserve.device.forward_batch import ForwardBatch
 from jaxserve.device.sampling import ROW_CHUNK, init_state, load_row
-from jaxserve.device.step import DeviceState, StepOutput, serve_step
-from jaxserve.models.registry import get_family
+from jaxserve.device.step import DeviceState, StepOutput, serve_step, step_parts
+from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
 from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
 ProgramKey = Bucket | str
@@ -37,14 +37,18 @@ class Programs:
     """The programs of an engine, as functions of abstract arrays.
 
     Attributes:
-      step: `serve_step` but for its bucket and arrays.
-      params: the model's NNX state, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
+      parts: a bucket's step as functions.
+      by_layer: whether these become a program each (see `step_parts`), or one together.
+      model: see `StepModel`.
+      params: a model's parameters, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
       keep_logits: steps return their logits as well.
       identity: by name, whatever else decides what the programs are; for the manifest.
     """
 
-    step: Callable[..., Any]
-    params: nnx.State
+    parts: Callable[[Bucket], StepParts]
+    by_layer: bool
+    model: StepModel
+    params: StepParams
     state: DeviceState
     keep_logits: bool
     identity: dict[str, Any]
@@ -67,35 +71,25 @@ def describe_programs(
       platform: what they will run on: "cpu", "gpu", ...
       sharding: of every array.
     """
-    dtype = jnp.dtype(config.dtype)
-    build = get_family(model.architecture).build
-    graphdef, params = nnx.split(
-        nnx.eval_shape(
-            lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0), deterministic=config.deterministic)
-        )
-    )
+    cut, params = split_model(model, dtype=jnp.dtype(config.dtype), deterministic=config.deterministic)
     state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # noqa: E731
-    params, state = jax.tree.map(place, (params, state))
+    params, state = _placed((params, state), sharding)
     attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
-    rows_at_once = 1 if platform == "cpu" else config.max_num_seqs
-    step = partial(
-        serve_step,
-        graphdef,
-        # A jit of its own, so that a step traces attention once and not once a layer.
-        jax.jit(partial(ragged_paged_attention, **attention_options)),
-        rows_at_once,
-        deterministic=config.deterministic,
-        keep_logits=keep_logits,
-    )
+    on_cpu = platform == "cpu"
+    options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
+    rows_at_once = 1 if on_cpu else config.max_num_seqs
+    # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
+    attend = jax.jit(partial(ragged_paged_attention, **attention_options))
     identity = {
         "model": model,
         "attention": attention_options,
         "rows_at_once": rows_at_once,
-        "step": {"deterministic": config.deterministic, "keep_logits": keep_logits},
+        "by_layer": on_cpu,
+        "step": options,
         "arrays": (params, state),
     }
-    return Programs(step, params, state, keep_logits, identity)
+    parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731
+    return Programs(parts, on_cpu, cut, params, state, keep_logits, identity)
 
 
 def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> DeviceState:
@@ -133,34 +127,137 @@ class ProgramMaker:
             self.cache = ExecutableCache(cache_directory, manifest)
 
     def __call__(self, key: ProgramKey) -> Any:
-        """The program, ready to call with arrays of the described shapes."""
-        function, donated, arguments, out_tree = _define(self._programs, key)
-        in_tree = jax.tree.structure((arguments, {}))
-        program = self.cache.load(str(key), in_tree, out_tree) if self.cache else None
+        """The program, ready to call with arrays of the described shapes.
+
+        That of a bucket takes (params, state, packed) and gives (state, output).
+        """
+        if isinstance(key, Bucket):
+            return self._make_step(key)
+        return self._make(_state_program(self._programs, key))
+
+    def _make_step(self, bucket: Bucket) -> Any:
+        programs = self._programs
+        if not programs.by_layer:
+            return self._make(_whole_step(programs, bucket))
+        begin, layers, end = _parts_of_step(programs, bucket)
+        made = {definition.name: self._make(definition) for definition in (begin, *layers, end)}
+        parts = StepParts(
+            made[begin.name], tuple(made[definition.name] for definition in layers), made[end.name]
+        )
+        return partial(serve_step, parts)
+
+    def _make(self, definition: _Definition) -> Any:
+        name = definition.name
+        program = self.cache.load(name, definition.in_tree, definition.out_tree) if self.cache else None
         if program is None:
-            program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+            traced = jax.jit(definition.function, donate_argnums=definition.donated)
+            program = traced.lower(*definition.arguments()).compile()
             with self._lock:
                 self.num_compiled += 1
             if self.cache:
-                self.cache.store(str(key), program)
+                self.cache.store(name, program)
         return program
 
 
-def _define(programs: Programs, key: ProgramKey) -> tuple[Callable[..., Any], int, tuple[Any, ...], Any]:
-    """(function, donated argument, abstract arguments, structure of the result)."""
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+@dataclass(frozen=True)
+class _Definition:
+    """A program that can be made.
+
+    Attributes:
+      name: in the cache.
+      donated: which arguments it may overwrite.
+      arguments: abstract ones; some can only be had by tracing, so only when they are needed.
+      in_tree: structure of ``((*arguments), {})``; out_tree: of the result.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    donated: tuple[int, ...]
+    arguments: Callable[[], tuple[Any, ...]]
+    in_tree: Any
+    out_tree: Any
+
+
+def _define(
+    name: str,
+    function: Callable[..., Any],
+    donated: tuple[int, ...],
+    arguments: tuple[Any, ...] | Callable[[], tuple[Any, ...]],
+    *,
+    result: Any,
+    like: tuple[Any, ...] | None = None,
+) -> _Definition:
+    """`result`, and `like` where `arguments` is a function: anything of the right tree structure."""
+    fixed = arguments if isinstance(arguments, tuple) else like
+    return _Definition(
+        name,
+        function,
+        donated,
+        (lambda: arguments) if isinstance(arguments, tuple) else arguments,
+        jax.tree.structure((fixed, {})),
+        jax.tree.structure(result),
+    )
+
+
+def _whole_step(programs: Programs, bucket: Bucket) -> _Definition:
+    arguments = (programs.params, programs.state, _ints(packed_size(bucket)))
+    result = (programs.state, StepOutput.structure(keep_logits=programs.keep_logits))
+    return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
+
+
+def _parts_of_step(programs: Programs, bucket: Bucket) -> tuple[_Definition, list[_Definition], _Definition]:
+    """(begin, of every layer, end); equal layers have equal names."""
+    parts, params, state = programs.parts(bucket), programs.params, programs.state
+    first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
+    [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    # The batch, hidden states and what layers share: as tree structures, and (traced) as shapes.
+    batch_like, x_like, shared_like = ForwardBatch.structure(), 0, (0,) * programs.model.num_shared_arrays
+    between = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
+    kinds: dict[Any, int] = {}
+    layers = []
+    for index, (function, layer) in enumerate(zip(parts.layers, params.layers, strict=True)):
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer))
+        kind = kinds.setdefault((programs.model.layers[index], shapes), len(kinds))
+        pool = state.kv_cache.layer(index)
+
+        def arguments(layer: Any = layer, pool: Any = pool) -> tuple[Any, ...]:
+            batch, x_TD, shared = between()
+            return layer, pool, x_TD, shared, batch
+
+        like = (layer, pool, x_like, shared_like, batch_like)
+        name = f"{bucket}.layer{kind}"
+        layers.append(_define(name, function, (1, 2), arguments, like=like, result=(pool, x_like)))
+
+    def last() -> tuple[Any, ...]:
+        batch, x_TD, _ = between()
+        return params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
+
+    last_like = (params.ends, state.sampling, 0, x_like, batch_like)
+    output = StepOutput.structure(keep_logits=programs.keep_logits)
+    return (
+        _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, x_like, shared_like)),
+        layers,
+        _define(f"{bucket}.end", parts.end, (1, 2), last, like=last_like, result=(state.sampling, 0, output)),
+    )
+
+
+def _state_program(programs: Programs, key: str) -> _Definition:
     state = programs.state
-    if isinstance(key, Bucket):
-        batch = (programs.params, state, ints(packed_size(key)))
-        output = StepOutput.structure(keep_logits=programs.keep_logits)
-        return partial(programs.step, key), 1, batch, jax.tree.structure((state, output))
     if key == COPY_BLOCKS:
-        copies = (state.kv_cache, ints(kv_cache.COPY_BATCH, 2))
-        return kv_cache.copy_blocks, 0, copies, jax.tree.structure(state.kv_cache)
+        copies = (state.kv_cache, _ints(kv_cache.COPY_BATCH, 2))
+        return _define(key, kv_cache.copy_blocks, (0,), copies, result=state.kv_cache)
     assert key == LOAD_ROW
     values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
-    entries = (state.sampling, ints(), ints(), ints(ROW_CHUNK), ints(ROW_CHUNK), values)
-    return load_row, 0, entries, jax.tree.structure(state.sampling)
+    entries = (state.sampling, _ints(), _ints(), _ints(ROW_CHUNK), _ints(ROW_CHUNK), values)
+    return _define(key, load_row, (0,), entries, result=state.sampling)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def traced_sources() -> list[Path]:

@@ -1,9 +1,10 @@
-"""serve_step: (params, state, packed batch) -> (state, output). Pure; one compilation for each bucket."""
+"""serve_step: (params, state, packed batch) -> (state, output), and the parts that it is made of. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax import lax
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
-from jaxserve.device.kv_cache import KVCache, write_kv
+from jaxserve.device.kv_cache import KVCache, join_layers, write_kv
 from jaxserve.device.sampling import (
     Logprobs,
     SamplingState,
@@ -23,6 +24,7 @@ from jaxserve.device.sampling import (
     no_logprobs,
     sample,
 )
+from jaxserve.device.step_parts import StepModel, StepParams, StepParts
 
 _SCORED_ROWS = 32  # prompt positions scored at a time, so that T x V logits never exist at once
 
@@ -71,42 +73,46 @@ class StepOutput:
         return cls(leaf, leaf, logprobs, logprobs, leaf if keep_logits else None)
 
 
-def serve_step(
-    graphdef: nnx.GraphDef,
-    attention: Callable[..., jax.Array],
-    rows_at_once: int,
-    bucket: Bucket,
-    params: Any,
-    state: DeviceState,
-    packed: jax.Array,
-    *,
-    deterministic: bool = False,
-    keep_logits: bool = False,
-) -> tuple[DeviceState, StepOutput]:
-    """One forward pass over a packed batch, and one sampled token for each row.
+def begin_step(
+    model: StepModel, bucket: Bucket, ends: nnx.State, last_token_ids_R: jax.Array, packed: jax.Array
+) -> tuple[ForwardBatch, jax.Array, tuple[jax.Array, ...]]:
+    """What comes before the layers.
 
     Args:
-      graphdef, bucket: static.
-      attention: `ragged_paged_attention` with its scale and backend chosen.
-      rows_at_once: see `sampling.sample`.
-      params: the model's NNX state.
       packed: int32 vector, see `batch.layout`.
-      deterministic: logprobs have the same bits whatever the bucket is. (Model and attention have such flags of
-        their own, and sampling needs none with `rows_at_once` 1.)
-      keep_logits: return the logits as well, for tests.
+
+    Returns:
+      (the batch, hidden states [T, D], what all layers share)
     """
-    score = logprobs_by_row if deterministic else logprobs_of
     batch = unpack_batch(packed, bucket)
-    model = nnx.merge(graphdef, params)
+    token_ids_T = _fill_in_last_tokens(batch, last_token_ids_R)
+    x_TD, shared = nnx.merge(model.ends, ends).embed(token_ids_T, batch.positions_T)
+    return batch, x_TD, shared
+
+
+def layer_step(
+    graphdef: nnx.GraphDef,
+    attention: Callable[..., jax.Array],
+    layer: nnx.State,
+    cache: KVCache,
+    x_TD: jax.Array,
+    shared: tuple[jax.Array, ...],
+    batch: ForwardBatch,
+) -> tuple[KVCache, jax.Array]:
+    """One layer: writes the batch's keys and values into `cache`, which is this layer's alone, and attends.
+
+    Args:
+      attention: `ragged_paged_attention` with its scale and backend chosen.
+    """
 
     def attend(
-        layer: int, q_THd: jax.Array, k_TKd: jax.Array, v_TKd: jax.Array, cache: KVCache
+        index: int, q_THd: jax.Array, k_TKd: jax.Array, v_TKd: jax.Array, cache: KVCache
     ) -> tuple[jax.Array, KVCache]:
-        cache = write_kv(cache, layer, k_TKd, v_TKd, batch.slot_mapping_T)
+        cache = write_kv(cache, index, k_TKd, v_TKd, batch.slot_mapping_T)
         out_THd = attention(
             q_THd,
-            cache.k[layer],
-            cache.v[layer],
+            cache.k[index],
+            cache.v[index],
             block_tables_SB=batch.block_tables_SB,
             seq_lens_S=batch.seq_lens_S,
             cu_q_lens=batch.cu_q_lens,
@@ -115,13 +121,38 @@ def serve_step(
         )
         return out_THd, cache
 
-    token_ids_T = _fill_in_last_tokens(batch, state.last_token_ids_R)
-    hidden_TD, kv_cache = model(token_ids_T, batch.positions_T, state.kv_cache, attend)
+    x_TD, cache = nnx.merge(graphdef, layer)(x_TD, shared, 0, cache, attend)
+    return cache, x_TD
+
+
+def end_step(
+    model: StepModel,
+    rows_at_once: int,
+    ends: nnx.State,
+    sampling: SamplingState,
+    last_token_ids_R: jax.Array,
+    x_TD: jax.Array,
+    batch: ForwardBatch,
+    *,
+    deterministic: bool = False,
+    keep_logits: bool = False,
+) -> tuple[SamplingState, jax.Array, StepOutput]:
+    """What comes after the layers: logits, and one sampled token for each row.
+
+    Args:
+      rows_at_once: see `sampling.sample`.
+      deterministic: logprobs have the same bits whatever the bucket is. (Model and attention have such flags of
+        their own, and sampling needs none with `rows_at_once` 1.)
+      keep_logits: return the logits as well, for tests.
+    """
+    score = logprobs_by_row if deterministic else logprobs_of
+    top = nnx.merge(model.ends, ends)
+    hidden_TD = top.norm(x_TD)
     with jax.named_scope("logits"):
-        logits_SV = model.compute_logits(hidden_TD[batch.logits_indices_S])
+        logits_SV = top.compute_logits(hidden_TD[batch.logits_indices_S])
     with jax.named_scope("sample"):
         token_S, finite_S, sampling = sample(
-            logits_SV, batch.sampling, batch.flags, state.sampling, rows_at_once=rows_at_once
+            logits_SV, batch.sampling, batch.flags, sampling, rows_at_once=rows_at_once
         )
     with jax.named_scope("logprobs"):
         num_rows, vocab_size = logits_SV.shape
@@ -130,13 +161,11 @@ def serve_step(
             lambda: score(logits_SV, token_S),
             lambda: no_logprobs(num_rows, vocab_size),
         )
-        prompt_logprobs = _score_prompt(model.compute_logits, score, hidden_TD, batch, vocab_size)
+        prompt_logprobs = _score_prompt(top.compute_logits, score, hidden_TD, batch, vocab_size)
     output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs, logits_SV if keep_logits else None)
     # Rows that do not sample write as well: nobody reads a slot's token before the slot has sampled one.
-    last_token_ids_R = state.last_token_ids_R.at[batch.sampling.state_rows_S].set(
-        token_S, mode="promise_in_bounds"
-    )
-    return DeviceState(kv_cache, sampling, last_token_ids_R), output
+    last_token_ids_R = last_token_ids_R.at[batch.sampling.state_rows_S].set(token_S, mode="promise_in_bounds")
+    return sampling, last_token_ids_R, output
 
 
 def _fill_in_last_tokens(batch: ForwardBatch, last_token_ids_R: jax.Array) -> jax.Array:
@@ -148,6 +177,43 @@ def _fill_in_last_tokens(batch: ForwardBatch, last_token_ids_R: jax.Array) -> ja
     last_tokens = last_token_ids_R[rows.state_rows_S[:count]]
     first_tokens = jnp.where(continues, last_tokens, batch.token_ids_T[:count])
     return jnp.concatenate([first_tokens, batch.token_ids_T[count:]])
+
+
+def step_parts(
+    model: StepModel,
+    bucket: Bucket,
+    attention: Callable[..., jax.Array],
+    rows_at_once: int,
+    *,
+    deterministic: bool = False,
+    keep_logits: bool = False,
+) -> StepParts:
+    """The parts as functions of arrays. Equal layers get equal functions."""
+    by_graphdef = {graphdef: partial(layer_step, graphdef, attention) for graphdef in model.layers}
+    return StepParts(
+        partial(begin_step, model, bucket),
+        tuple(by_graphdef[graphdef] for graphdef in model.layers),
+        partial(end_step, model, rows_at_once, deterministic=deterministic, keep_logits=keep_logits),
+    )
+
+
+def serve_step(
+    parts: StepParts, params: StepParams, state: DeviceState, packed: jax.Array
+) -> tuple[DeviceState, StepOutput]:
+    """One forward pass over a packed batch, and one sampled token for each row.
+
+    Called with functions for parts inside a program, or with programs for parts outside of any.
+    """
+    batch, x_TD, shared = parts.begin(params.ends, state.last_token_ids_R, packed)
+    caches = []
+    for index, (part, layer) in enumerate(zip(parts.layers, params.layers, strict=True)):
+        with jax.named_scope(f"layer_{index}"):
+            cache, x_TD = part(layer, state.kv_cache.layer(index), x_TD, shared, batch)
+        caches.append(cache)
+    sampling, last_token_ids_R, output = parts.end(
+        params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
+    )
+    return DeviceState(join_layers(caches), sampling, last_token_ids_R), output
 
 
 def _score_prompt(

@@ -101,6 +101,8 @@ class LlamaForCausalLM(nnx.Module):
       CheckpointError: an activation or rotary setting that this family does not have.
     """
 
+    num_shared_arrays = 2
+
     def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs, deterministic: bool = False):
         dtype = jnp.dtype(dtype)
         rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
@@ -120,30 +122,39 @@ class LlamaForCausalLM(nnx.Module):
                 config.hidden_size, config.vocab_size, use_bias=False, dtype=dtype, rngs=rngs
             )
 
-    def __call__(
-        self, token_ids_T: jax.Array, positions_T: jax.Array, kv_cache: Any, attend: AttendFn
-    ) -> tuple[jax.Array, Any]:
-        """Run the blocks.
+    def embed(
+        self, token_ids_T: jax.Array, positions_T: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """What comes before the blocks.
 
         Args:
           token_ids_T: int32 [T].
           positions_T: int32 [T], each token's position in its own sequence.
+
+        Returns:
+          (x_TD, (cos, sin) of the rotary embedding, which all blocks share)
+        """
+        config = self.config
+        # A function of the config alone, so a constant of the compiled step rather than a weight.
+        frequencies_d, factor = rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+        with jax.named_scope("embed_tokens"):
+            return self.embed_tokens(token_ids_T), rope_cos_sin(positions_T, frequencies_d, factor)
+
+    def __call__(
+        self, token_ids_T: jax.Array, positions_T: jax.Array, kv_cache: Any, attend: AttendFn
+    ) -> tuple[jax.Array, Any]:
+        """The whole model, as `device.step` runs it part by part.
+
+        Args:
           kv_cache: whatever `attend` takes and gives back.
 
         Returns:
           (hidden states after the final norm [T, D] in the model's dtype, kv_cache)
         """
-        config = self.config
-        # A function of the config alone, so a constant of the compiled step rather than a weight.
-        frequencies_d, factor = rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
-        cos_sin = rope_cos_sin(positions_T, frequencies_d, factor)
-        with jax.named_scope("embed_tokens"):
-            x_TD = self.embed_tokens(token_ids_T)
+        x_TD, cos_sin = self.embed(token_ids_T, positions_T)
         for layer, block in enumerate(self.layers):
-            with jax.named_scope(f"layer_{layer}"):
-                x_TD, kv_cache = block(x_TD, cos_sin, layer, kv_cache, attend)
-        with jax.named_scope("norm"):
-            return self.norm(x_TD), kv_cache
+            x_TD, kv_cache = block(x_TD, cos_sin, layer, kv_cache, attend)
+        return self.norm(x_TD), kv_cache
 
     def compute_logits(self, hidden_SD: jax.Array) -> jax.Array:
         """[S, D] (normed) -> float32 [S, V], whatever the model's dtype is."""

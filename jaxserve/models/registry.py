@@ -40,7 +40,10 @@ class WeightSpec:
 class ModelFamily:
     """Attributes:
     build: makes the module: ``build(config, dtype=..., rngs=..., deterministic=False)``; under `nnx.eval_shape` it
-      allocates nothing.
+      allocates nothing. A module has ``embed(token_ids_T, positions_T) -> (x_TD, shared)``, `layers` with
+      ``layer(x_TD, shared, index, kv_cache, attend) -> (x_TD, kv_cache)`` each, ``norm(x_TD)``,
+      ``compute_logits(hidden_SD)``, and `num_shared_arrays`: how many arrays the tuple `shared` has. What it is
+      apart from its layers must not depend on `config.num_layers`.
     weight_specs: every parameter of a configuration.
     """
 

@@ -7,14 +7,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.programs import make_state
-from jaxserve.device.step import DeviceState, serve_step
-from jaxserve.models.registry import get_family
+from jaxserve.device.step import DeviceState, serve_step, step_parts
+from jaxserve.device.step_parts import split_model
 from pallas_kernels.paged_attention import AttentionSpec, ragged_paged_attention, resolve_backend
 from scripts.aot import hlo
 from scripts.aot.cases import StepCase
@@ -41,8 +40,7 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
         model.num_heads, model.num_kv_heads, model.head_dim, BLOCK_SIZE, config.dtype, config.dtype
     )
     backend = resolve_backend(case.backend, spec=spec, device=target.facts)
-    build = get_family(model.architecture).build
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0))))
+    cut, params = split_model(model, dtype=dtype)
     num_blocks = case.seqs * config.max_blocks_per_seq
     state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
     bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
@@ -50,7 +48,7 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
     compiled = compile_for(
         target,
-        partial(serve_step, graphdef, attention, case.seqs, bucket),
+        partial(serve_step, step_parts(cut, bucket, attention, case.seqs)),
         (params, state, packed),
         donate=(1,),
     )

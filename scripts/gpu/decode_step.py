@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.flags import RowFlag
@@ -17,8 +16,8 @@ from jaxserve.batch.layout import packed_size, places, unpack
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
 from jaxserve.device.sampling import init_state
-from jaxserve.device.step import DeviceState, serve_step
-from jaxserve.models.registry import get_family
+from jaxserve.device.step import DeviceState, serve_step, step_parts
+from jaxserve.device.step_parts import fill_params, split_model
 from pallas_kernels.paged_attention import ragged_paged_attention
 from scripts.gpu.jobs import Case, CheckFailedError
 from scripts.gpu.measure import median_seconds
@@ -49,17 +48,14 @@ class _Step:
         self._model, self._config = model, config
         backend = attention_backend(place.backend_name(case["backend"]), model, config)
         self._backend_name = backend.name
-        dtype = jnp.dtype(config.dtype)
-        build = get_family(model.architecture).build
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: build(model, dtype=dtype, rngs=nnx.Rngs(0))))
-        nnx.replace_by_pure_dict(state, draw_weights(model, config.dtype))
-        self._params = state
+        cut, params = split_model(model, dtype=jnp.dtype(config.dtype))
+        self._params = fill_params(params, draw_weights(model, config.dtype))
         batch = config.max_num_seqs
         self._num_blocks = batch * config.max_blocks_per_seq
         self._bucket = Bucket(batch, batch, config.max_blocks_per_seq)
         attend = jax.jit(partial(ragged_paged_attention, scale=model.head_dim**-0.5, backend=backend))
-        step = partial(serve_step, graphdef, attend, 1 if place.cpu else batch, self._bucket)
-        self._step = jax.jit(step, donate_argnums=1)
+        parts = step_parts(cut, self._bucket, attend, 1 if place.cpu else batch)
+        self._step = jax.jit(partial(serve_step, parts), donate_argnums=1)
         self._state = DeviceState(
             _random_cache(model, config, self._num_blocks),
             init_state(batch + 1, model.vocab_size),
@@ -79,9 +75,8 @@ class _Step:
         batch = self._bucket.seqs
         weights = sum(x.nbytes for x in jax.tree.leaves(self._params))
         if not self._model.tie_word_embeddings:
-            weights -= self._params["embed_tokens"]["embedding"][
-                ...
-            ].nbytes  # only the rows of the batch's tokens
+            # Only the rows of the batch's tokens.
+            weights -= self._params.ends["embed_tokens"]["embedding"][...].nbytes
         token_bytes = block_bytes(self._model, 1, jnp.dtype(self._config.dtype))
         kv = batch * case["context"] * token_bytes
         return {

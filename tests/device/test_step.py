@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,8 @@ import pytest
 
 from jaxserve.batch.buckets import Bucket
 from jaxserve.device.model_runner import ModelRunner
+from jaxserve.device.programs import ProgramMaker
+from jaxserve.device.step_parts import StepParts
 from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import TokenLogprobs
 from jaxserve.request import Request
@@ -25,55 +30,115 @@ POOL_BYTES = math.prod(POOL_SHAPE) * 4
 every_bucket = pytest.mark.parametrize("bucket", BUCKETS.all_buckets(), ids=str)
 
 
+@pytest.fixture(scope="module")
+def parts_of(tiny_runner: ModelRunner) -> Callable[[Bucket], StepParts]:
+    """A bucket's programs in the engine: on a CPU a program a part."""
+    return lambda bucket: tiny_runner._executables[bucket].args[0]
+
+
+@pytest.fixture(scope="module")
+def whole_of(tiny_runner: ModelRunner) -> Callable[[Bucket], Any]:
+    """A bucket's step as one program, as it is on accelerators."""
+    return cache(ProgramMaker(dataclasses.replace(tiny_runner._maker._programs, by_layer=False), None))
+
+
 @every_bucket
-def test_state_is_updated_in_place(tiny_runner: ModelRunner, bucket: Bucket) -> None:
-    program = tiny_runner._executables[bucket]
-    aliased = hlo.aliased_outputs(program.as_text())
-    num_params = len(jax.tree.leaves(tiny_runner._params))
-    num_state = len(jax.tree.leaves(tiny_runner._state))
-    assert num_state == 2 * MODEL.num_layers + 3
-    assert aliased == {i: num_params + i for i in range(num_state)}
+def test_state_is_updated_in_place(
+    tiny_runner: ModelRunner,
+    parts_of: Callable[[Bucket], StepParts],
+    whole_of: Callable[[Bucket], Any],
+    bucket: Bucket,
+) -> None:
+    leaves = lambda tree: len(jax.tree.leaves(tree))  # noqa: E731
+    params, state = tiny_runner._params, tiny_runner._state
+    assert leaves(state) == 2 * MODEL.num_layers + 3
+    program = whole_of(bucket)
+    num_params = leaves(params)
+    assert hlo.aliased_outputs(program.as_text()) == {i: num_params + i for i in range(leaves(state))}
     assert program.memory_analysis().temp_size_in_bytes < POOL_BYTES
+    parts = parts_of(bucket)
+    assert len(set(map(id, parts.layers))) == 1, "equal layers share a program"
+    keys, values, hidden = (leaves(params.layers[0]) + i for i in range(3))
+    assert hlo.aliased_outputs(parts.layers[0].as_text()) == {0: keys, 1: values, 2: hidden}
+    aliased = hlo.aliased_outputs(parts.end.as_text())
+    assert [aliased[i] - aliased[0] for i in range(leaves(state.sampling) + 1)] == [0, 1, 2]
+    for part in (parts.begin, parts.layers[0], parts.end):
+        assert part.memory_analysis().temp_size_in_bytes < POOL_BYTES
 
 
 @every_bucket
-def test_no_array_of_the_pools_size_is_copied(tiny_runner: ModelRunner, bucket: Bucket) -> None:
-    _, computations = hlo.parse(tiny_runner._executables[bucket].as_text())
-    writes = 0
-    for computation in computations.values():
-        for instruction in computation.instructions:
-            if instruction.shape is None or math.prod(instruction.shape) < math.prod(POOL_SHAPE):
-                continue
-            if instruction.opcode == "fusion":
-                root = computations[instruction.called[0]].root.opcode
-                assert root in ("scatter", "dynamic-update-slice"), instruction.text
-                writes += 1
-            else:
-                allowed = ("parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-update-slice")
-                assert instruction.opcode in allowed, instruction.text
-    assert writes <= 2 * MODEL.num_layers
+def test_no_array_of_the_pools_size_is_copied(
+    parts_of: Callable[[Bucket], StepParts], whole_of: Callable[[Bucket], Any], bucket: Bucket
+) -> None:
+    for program, most in ((whole_of(bucket), 2 * MODEL.num_layers), (parts_of(bucket).layers[0], 2)):
+        _, computations = hlo.parse(program.as_text())
+        writes = 0
+        for computation in computations.values():
+            for instruction in computation.instructions:
+                if instruction.shape is None or math.prod(instruction.shape) < math.prod(POOL_SHAPE):
+                    continue
+                if instruction.opcode == "fusion":
+                    root = computations[instruction.called[0]].root.opcode
+                    assert root in ("scatter", "dynamic-update-slice"), instruction.text
+                    writes += 1
+                else:
+                    allowed = ("parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-update-slice")
+                    assert instruction.opcode in allowed, instruction.text
+        assert writes <= most
 
 
 @every_bucket
-def test_scoring_a_prompt_costs_nothing_unless_asked_for(tiny_runner: ModelRunner, bucket: Bucket) -> None:
+def test_scoring_a_prompt_costs_nothing_unless_asked_for(
+    parts_of: Callable[[Bucket], StepParts], whole_of: Callable[[Bucket], Any], bucket: Bucket
+) -> None:
     """XLA once hoisted the vocabulary-wide product out of the loop that was not entered."""
-    entry, computations = hlo.parse(tiny_runner._executables[bucket].as_text())
-    unconditional = hlo.always_run(entry, computations)
+    for program in (whole_of(bucket), parts_of(bucket).end):
+        entry, computations = hlo.parse(program.as_text())
+        unconditional = hlo.always_run(entry, computations)
 
-    def products(rows: int) -> set[str]:
-        return {
-            name
-            for name, computation in computations.items()
-            for instruction in computation.instructions
-            if instruction.shape == (rows, MODEL.vocab_size)
-        }
+        def products(rows: int, computations: dict[str, hlo.Computation] = computations) -> set[str]:
+            return {
+                name
+                for name, computation in computations.items()
+                for instruction in computation.instructions
+                if instruction.shape == (rows, MODEL.vocab_size)
+            }
 
-    scored = products(min(32, bucket.tokens))
-    assert scored, "the scoring is nowhere: this test looks for the wrong shape"
-    assert not scored & unconditional
-    assert products(bucket.seqs) & unconditional, "each row's own logits are always computed"
-    if bucket.tokens > 32:
-        assert not products(bucket.tokens), "logits of all tokens at once"
+        scored = products(min(32, bucket.tokens))
+        assert scored, "the scoring is nowhere: this test looks for the wrong shape"
+        assert not scored & unconditional
+        assert products(bucket.seqs) & unconditional, "each row's own logits are always computed"
+        if bucket.tokens > 32:
+            assert not products(bucket.tokens), "logits of all tokens at once"
+
+
+def test_a_step_in_parts_is_the_whole_step(
+    tiny_runner: ModelRunner, whole_of: Callable[[Bucket], Any]
+) -> None:
+    """The same requests through both, each with its own state: the same tokens, and logprobs but for rounding."""
+    rng = np.random.default_rng(0)
+    prompts = [ids(rng, n) for n in (1, 5, 17, 33)]
+    in_parts = tiny_runner._executables
+    whole = {bucket: whole_of(bucket) for bucket in BUCKETS.all_buckets()}
+    answers = []
+    for executables in (in_parts, whole):
+        tiny_runner._executables = executables
+        try:
+            driver = Driver(tiny_runner)
+            requests = [
+                driver.admit(make_request(f"r{i}", prompt, temperature=0.0, logprobs=3))
+                for i, prompt in enumerate(prompts)
+            ]
+            results = [driver.step(*((request, request.num_uncomputed_tokens) for request in requests))]
+            results += [driver.step(*((request, 1) for request in requests)) for _ in range(3)]
+        finally:
+            tiny_runner._executables = in_parts
+        answers.append(([r.output_token_ids for r in requests], [r.logprobs for r in results]))
+    (tokens, logprobs), (whole_tokens, whole_logprobs) = answers
+    assert tokens == whole_tokens
+    for step, whole_step in zip(logprobs, whole_logprobs, strict=True):
+        for name, [entry] in step.items():
+            assert entry.logprob == pytest.approx(whole_step[name][0].logprob, abs=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,100 @@
+"""A step cut into parts: before its layers, each layer, and after them.
+
+Where launching a program is cheap next to running it (on a CPU), each part is a program of its own, and all layers of
+one kind share theirs: a model of 30 layers then compiles, loads and takes memory like one of a single layer.
+Elsewhere the parts are traced into one program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxserve.config import ModelConfig
+from jaxserve.models.registry import get_family
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepParams:
+    """A model's parameters as parts take them.
+
+    Attributes:
+      ends: NNX state of the model without its layers.
+      layers: NNX state of each.
+    """
+
+    ends: nnx.State
+    layers: tuple[nnx.State, ...]
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """A model without its parameters. Hashable.
+
+    Attributes:
+      ends: the model without its layers.
+      layers: each of them; equal ones do the same to other parameters.
+      num_shared_arrays: see `models.registry.ModelFamily`.
+    """
+
+    ends: nnx.GraphDef
+    layers: tuple[nnx.GraphDef, ...]
+    num_shared_arrays: int
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The parts as functions, or as programs that take the place of these functions; see `device.step`.
+
+    Attributes:
+      begin: (ends, last_token_ids_R, packed) -> (batch, x_TD, shared).
+      layers: (layer, cache of one layer, x_TD, shared, batch) -> (cache, x_TD), for each.
+      end: (ends, sampling state, last_token_ids_R, x_TD, batch) -> (sampling state, last_token_ids_R, output).
+    """
+
+    begin: Callable[..., Any]
+    layers: tuple[Callable[..., Any], ...]
+    end: Callable[..., Any]
+
+
+def split_model(
+    model: ModelConfig, *, dtype: Any, deterministic: bool = False
+) -> tuple[StepModel, StepParams]:
+    """The model in parts, with `jax.ShapeDtypeStruct` for parameters. Allocates nothing.
+
+    Raises:
+      CheckpointError: the configuration is none that its family can build.
+    """
+
+    def abstract(config: ModelConfig) -> Any:
+        build = get_family(config.architecture).build
+        return nnx.eval_shape(
+            lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0), deterministic=deterministic)
+        )
+
+    bare = abstract(dataclasses.replace(model, num_layers=0))
+    ends, ends_state = nnx.split(bare)
+    layers = [nnx.split(layer) for layer in abstract(model).layers]
+    return (
+        StepModel(ends, tuple(graphdef for graphdef, _ in layers), bare.num_shared_arrays),
+        StepParams(ends_state, tuple(state for _, state in layers)),
+    )
+
+
+def fill_params(abstract: StepParams, values: dict[Any, Any]) -> StepParams:
+    """`abstract` with arrays in the places of shapes.
+
+    Args:
+      values: nested pure dict of a whole model, keyed like `WeightSpec.path`.
+    """
+    filled: StepParams = jax.tree.map(lambda shape: shape, abstract)  # a copy
+    nnx.replace_by_pure_dict(filled.ends, {key: value for key, value in values.items() if key != "layers"})
+    for layer, state in enumerate(filled.layers):
+        nnx.replace_by_pure_dict(state, values["layers"][layer])
+    return filled
