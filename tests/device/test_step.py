@@ -129,7 +129,7 @@ def test_a_step_in_parts_is_the_whole_step(
                 driver.admit(make_request(f"r{i}", prompt, temperature=0.0, logprobs=3))
                 for i, prompt in enumerate(prompts)
             ]
-            results = [driver.step(*((request, request.num_uncomputed_tokens) for request in requests))]
+            results = [driver.step(*((request, request.num_unplanned_tokens) for request in requests))]
             results += [driver.step(*((request, 1) for request in requests)) for _ in range(3)]
         finally:
             tiny_runner._executables = in_parts
