@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import BatchBuilder, HostBatch
+from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
@@ -32,6 +33,8 @@ class Runner(Protocol):
     def num_compiled(self) -> int: ...
     @property
     def serving_compilations(self) -> int: ...
+    @property
+    def failure(self) -> BaseException | None: ...
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any: ...
     def is_done(self, step: Any) -> bool: ...
     def read(self, step: Any) -> ModelRunnerOutput: ...
@@ -64,7 +67,7 @@ class EngineCore:
         generation: GenerationDefaults,
         tokenizer: Tokenizer,
         runner: Runner,
-        buckets: ShapeBuckets,
+        buckets: ShapeBuckets | ReadyBuckets,
         num_blocks: int,
         recorder: StepRecorder | None = None,
     ) -> None:
@@ -78,6 +81,7 @@ class EngineCore:
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         # All there will ever be, so that a reader in another thread never sees the dict grow.
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
+        self.stats.shapes = buckets.progress
         self._recorder = recorder
         self._runner = runner
         self._builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=runner.padding_row)
@@ -155,7 +159,8 @@ class EngineCore:
         self._ended += [RequestUpdate(sequence, []) for sequence in ended]
 
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished or bool(self._ended) or self._launched is not None
+        """Whether `step` has anything to do, or to report: a failure in the background is for it to raise."""
+        return self._has_steps() or self._runner.failure is not None
 
     def step(self) -> list[RequestOutput]:
         """One iteration: launch a step, and take in the result of one.
@@ -165,7 +170,7 @@ class EngineCore:
         it is computed for nothing, and ignored.
 
         Raises:
-          EngineDeadError: the engine was closed, or an earlier step failed.
+          EngineDeadError: the engine was closed, an earlier step failed, or a program could not be made.
           Exception: whatever made this step fail. The device state is lost then, and the engine dead.
         """
         self._require_alive()
@@ -239,7 +244,7 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)
-        if not self.has_work():
+        if not self._has_steps():
             self._gap.out_of_work()
         self._refresh_stats()
         return outputs
@@ -250,12 +255,17 @@ class EngineCore:
         if not members:
             del self._groups[group_id]
 
+    def _has_steps(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._ended) or self._launched is not None
+
     def _refresh_stats(self) -> None:
         self._scheduler.fill_stats(self.stats)
         self.stats.compilations = self._runner.num_compiled + self._runner.serving_compilations
         self.stats.serving_compilations = self._runner.serving_compilations
 
     def _require_alive(self) -> None:
+        if self._dead is None and (failure := self._runner.failure) is not None:
+            self._dead = f"a program could not be made: {type(failure).__name__}: {failure}"
         if self._dead is not None:
             raise EngineDeadError(f"the engine is not running: {self._dead}")
 

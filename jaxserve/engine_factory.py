@@ -28,13 +28,16 @@ def create_engine(
     served_name: str | None = None,
     store: Path | None = None,
     progress: Progress | None = None,
+    wait_for_programs: bool = True,
 ) -> EngineCore:
-    """Open a model, load it, size the KV cache, and compile every shape.
+    """Open a model, load it, size the KV cache, and load or compile every shape.
 
     Args:
       model: a known name (fetched and converted on first use), a Hugging Face directory, a GGUF file, or a store.
       served_name: what clients call the model; the checkpoint's own name by default.
       store: where fetched models are kept.
+      wait_for_programs: return when every shape is ready; otherwise as soon as any step can run, while the rest is
+        made in the background.
 
     Raises:
       CheckpointError, ConfigError: one line each.
@@ -59,7 +62,7 @@ def create_engine(
         cache_directory=_cache_directory(options),
     )
     del params  # the runner's alone now: closing it frees them
-    runner.warm_up(progress)
+    runner.warm_up(progress, wait_for_all=wait_for_programs)
     return EngineCore(
         model_name=served_name or checkpoint.name,
         config=config,
@@ -67,7 +70,7 @@ def create_engine(
         generation=checkpoint.generation,
         tokenizer=checkpoint.load_tokenizer(),
         runner=runner,
-        buckets=buckets,
+        buckets=runner.buckets,
         num_blocks=num_blocks,
         recorder=recorder,
     )

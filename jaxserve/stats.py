@@ -15,6 +15,14 @@ class BucketStats:
 
 
 @dataclass(slots=True)
+class ReadyShapes:
+    """How many of an engine's shapes have their program; the rest is still being compiled."""
+
+    ready: int = 0
+    total: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
 
@@ -29,6 +37,7 @@ class EngineStats:
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
+      shapes: whose programs are ready; refreshed between steps as well.
       by_bucket: (T, S) of every bucket there is -> what came to it.
       step_seconds, host_seconds: summed wall time of steps, and of what of it was not spent waiting for the device.
       host_gap_seconds: summed time for which the device waited for the host, see `HostGap`.
@@ -51,6 +60,7 @@ class EngineStats:
     compilations: int = 0
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    shapes: ReadyShapes = field(default_factory=ReadyShapes)
     by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
     step_seconds: float = 0.0
     host_seconds: float = 0.0

@@ -65,6 +65,7 @@ class _ShiftedRunner:
         self._model = model
         self.padding_row = model.runner.padding_row
         self.num_compiled = model.runner.num_compiled
+        self.failure = None
         self.is_done, self.read = model.runner.is_done, model.runner.read
         self._builder = BatchBuilder(
             model.buckets, block_size=model.config.block_size, padding_row=self.padding_row

@@ -35,6 +35,7 @@ class HandRunner(FakeRunner):
 
     num_compiled = 0
     serving_compilations = 0
+    failure = None
 
     def __init__(self, block_size: int, num_blocks: int, padding_row: int) -> None:
         super().__init__(block_size, num_blocks, VOCAB)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.batch.layout import ROW_SETTINGS, Place, places, unpack
+from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.row_table import RowTable
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 
@@ -50,7 +51,7 @@ class BatchBuilder:
       padding_row: row of the per-request device state that padding rows may write to, behind all slots.
     """
 
-    def __init__(self, buckets: ShapeBuckets, *, block_size: int, padding_row: int) -> None:
+    def __init__(self, buckets: ShapeBuckets | ReadyBuckets, *, block_size: int, padding_row: int) -> None:
         self._buckets = buckets
         self._block_size = block_size
         self._padding_row = padding_row

@@ -56,6 +56,15 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = 30.0,
+    wait_for_programs: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-programs",
+            help="Take requests only when every shape is compiled; without it a first start serves early, and its "
+            "first answers are slower.",
+            rich_help_panel=PANEL,
+        ),
+    ] = False,
     dtype: options.DType = options.DTypeChoice.auto,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
@@ -96,6 +105,7 @@ def serve(
         raise typer.BadParameter("--api-key must not be empty")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which attention backend runs
+    logging.getLogger("jaxserve.programs").setLevel(logging.INFO)  # when all of them are ready
     config = options.engine_config(
         dtype=dtype,
         max_model_len=max_model_len,
@@ -119,7 +129,13 @@ def serve(
     sock = bind(host, port)
     with sock:
         with BarProgress() as progress:
-            engine = create_engine(model, config, served_name=names[0] if names else None, progress=progress)
+            engine = create_engine(
+                model,
+                config,
+                served_name=names[0] if names else None,
+                progress=progress,
+                wait_for_programs=wait_for_programs,
+            )
         return run_server(
             engine,
             sock,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -10,6 +14,8 @@ from typing import Any
 import jax
 
 from jaxserve.progress import Progress
+
+logger = logging.getLogger("jaxserve.programs")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -19,11 +25,19 @@ class ExecutableSet[Key: Hashable]:
 
     Args:
       make_one: loads the program of a key, or else traces, lowers and compiles it.
+      on_ready: told each key as soon as its program can be had, in the thread that builds.
+
+    Attributes:
+      failure: what ended `build_in_background` before it was through.
     """
 
-    def __init__(self, make_one: Callable[[Key], Any]) -> None:
+    def __init__(self, make_one: Callable[[Key], Any], on_ready: Callable[[Key], None] | None = None) -> None:
         self._make_one = make_one
+        self._on_ready = on_ready or (lambda key: None)
         self._executables: dict[Key, Any] = {}
+        self._background: threading.Thread | None = None
+        self._closing = threading.Event()
+        self.failure: BaseException | None = None
 
     def build(self, keys: Iterable[Key], *, threads: int, progress: Progress, what: str) -> None:
         """Make every program that is missing, `threads` at a time (XLA compiles outside Python's lock)."""
@@ -33,11 +47,44 @@ class ExecutableSet[Key: Hashable]:
             futures = {pool.submit(self._make_one, key): key for key in missing}
             try:
                 for done, future in enumerate(as_completed(futures), start=1):
-                    self._executables[futures[future]] = future.result()
+                    self._add(futures[future], future.result())
                     progress(what, done, len(missing))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def build_in_background(self, keys: Iterable[Key]) -> None:
+        """Make every program that is missing, in order, one after the other, in a thread that yields to all others.
+
+        Whoever needs the programs looks at `failure`; nobody waits for them.
+        """
+        missing = [key for key in keys if key not in self._executables]
+        self._background = threading.Thread(
+            target=self._build_quietly, args=(missing,), name="compile", daemon=True
+        )
+        self._background.start()
+
+    def _build_quietly(self, keys: list[Key]) -> None:
+        started = time.monotonic()
+        try:
+            _lower_priority()
+            for key in keys:
+                if self._closing.is_set():
+                    return
+                self._add(key, self._make_one(key))
+        except BaseException as error:  # kept for the engine, which ends by it
+            logger.critical("a program could not be made", exc_info=error)
+            self.failure = error
+        else:
+            logger.info(
+                "all %d programs are ready, %.1f s after serving began",
+                len(self),
+                time.monotonic() - started,
+            )
+
+    def _add(self, key: Key, program: Any) -> None:
+        self._executables[key] = program
+        self._on_ready(key)
 
     def __getitem__(self, key: Key) -> Any:
         """The program of `key`.
@@ -52,8 +99,18 @@ class ExecutableSet[Key: Hashable]:
     def __len__(self) -> int:
         return len(self._executables)
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """Drop all programs, once the one that is being made in the background is done."""
+        self._closing.set()
+        if self._background is not None:
+            self._background.join()
         self._executables.clear()
+
+
+def _lower_priority() -> None:
+    """Of this thread alone, where the system can do that (Linux counts threads like processes)."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class CompileCounter:

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.builder import HostBatch
 from jaxserve.batch.flags import BatchFlag
+from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
@@ -22,6 +23,7 @@ from jaxserve.device.compiled import CompileCounter, ExecutableSet
 from jaxserve.device.programs import (
     COPY_BLOCKS,
     LOAD_ROW,
+    NUM_ESSENTIAL,
     ProgramKey,
     ProgramMaker,
     describe_programs,
@@ -66,8 +68,12 @@ class ModelRunner:
       params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
       attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
+      buckets: all shapes there will be.
       cache_directory: where compiled programs are kept between starts; None keeps none.
       observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
+
+    Attributes:
+      buckets: the shapes that can run.
 
     Raises:
       ConfigError: a bucket has a single row or token, whose bits `config.deterministic` could not promise.
@@ -98,12 +104,12 @@ class ModelRunner:
             keep_logits=observe_logits is not None,
         )
         self.padding_row = config.max_num_seqs
-        self._buckets = buckets
+        self.buckets = ReadyBuckets(buckets)
         self._params = fill_params(programs.params, params)
         self._state = make_state(model, config, num_blocks)
         self._observe_logits = observe_logits
         self._maker = ProgramMaker(programs, cache_directory)
-        self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker)
+        self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker, self._on_ready)
         self._compile_counter = CompileCounter()
 
     @property
@@ -116,11 +122,24 @@ class ModelRunner:
         """Programs compiled while a step ran. Anything but 0 is a bug."""
         return self._compile_counter.count
 
-    def warm_up(self, progress: Progress) -> None:
-        """Compile everything that `run` may ever need."""
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the building of programs in the background, if anything did."""
+        return self._executables.failure
+
+    def warm_up(self, progress: Progress, *, wait_for_all: bool = True) -> None:
+        """Load or compile everything that `launch` may ever need.
+
+        Args:
+          wait_for_all: return when all of it is ready. Otherwise as soon as any step can run, if in a larger shape
+            than it needs (`buckets` knows which there are); a thread of low priority makes the rest.
+        """
         threads = min(4, os.cpu_count() or 1)
-        keys = program_keys(self._buckets)
-        self._executables.build(keys, threads=threads, progress=progress, what="Preparing shapes")
+        keys = program_keys(self.buckets.planned)
+        first = keys if wait_for_all else keys[:NUM_ESSENTIAL]
+        self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")
+        if not wait_for_all:
+            self._executables.build_in_background(keys)
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
         """Hand a step to the device, behind those launched before, and wait for none of them.
@@ -153,10 +172,14 @@ class ModelRunner:
     def close(self) -> None:
         """Free all device memory."""
         self._compile_counter.close()
-        self._executables.clear()
+        self._executables.close()
         for array in jax.tree.leaves((self._params, self._state)):
             if not array.is_deleted():
                 array.delete()
+
+    def _on_ready(self, key: ProgramKey) -> None:
+        if isinstance(key, Bucket):
+            self.buckets.mark(key)
 
     def _copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
         for group in _independent_groups(pairs, kv_cache.COPY_BATCH):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxserve.batch.buckets import Bucket, ShapeBuckets
 from jaxserve.batch.layout import packed_size
+from jaxserve.batch.ready_buckets import in_order_of_use
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
@@ -30,6 +31,7 @@ from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 ProgramKey = Bucket | str
 COPY_BLOCKS = "copy_blocks"
 LOAD_ROW = "load_row"
+NUM_ESSENTIAL = 4  # both of these, the largest shape and the smallest
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> D
 
 
 def program_keys(buckets: ShapeBuckets) -> list[ProgramKey]:
-    """Everything that an engine may ever run."""
-    return [*buckets.all_buckets(), COPY_BLOCKS, LOAD_ROW]
+    """Everything that an engine may ever run; with the first `NUM_ESSENTIAL` it can run any step."""
+    largest, *others = in_order_of_use(buckets.all_buckets())
+    return [largest, COPY_BLOCKS, LOAD_ROW, *others]
 
 
 class ProgramMaker:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_JOINED_OUTPUTS = 64
 # A step that takes longer than this while the process wants to end is taken for one that hangs.
 STOP_SECONDS = 30.0
+# An idle engine is asked this often whether something failed in its background.
+IDLE_CHECK_SECONDS = 1.0
 
 
 class Engine(Protocol):
@@ -305,11 +307,11 @@ class AsyncEngine:
             self._engine.close()
 
     def _handle_inbox(self) -> bool:
-        """Carry out what has come in, waiting for it when there is nothing to run. False: stop."""
+        """Carry out what has come in, waiting a while for it when there is nothing to run. False: stop."""
         wait = not self._engine.has_work()
         while True:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(block=wait, timeout=IDLE_CHECK_SECONDS)
             except queue.Empty:
                 return True
             wait = False

@@ -87,6 +87,8 @@ class _EngineCollector(Collector):
                 "Share of the KV blocks in use; 1 is all.",
                 used / stats.num_blocks if stats.num_blocks else 0.0,
             ),
+            ("jaxserve:shapes_ready", "Shapes whose program is ready.", stats.shapes.ready),
+            ("jaxserve:shapes", "Shapes there will be.", stats.shapes.total),
             (
                 "jaxserve:packing_efficiency",
                 "Tokens computed for a request / all tokens computed, padding included.",

@@ -74,7 +74,7 @@ def test_an_unknown_key_is_an_error_that_names_the_known_ones() -> None:
     assert programs["a"] == "A"
     with pytest.raises(LookupError, match=r"no executable for c; compiled are \['a', 'b'\]"):
         programs["c"]
-    programs.clear()
+    programs.close()
     with pytest.raises(LookupError):
         programs["a"]
 
@@ -112,3 +112,67 @@ def test_a_failure_stops_the_others() -> None:
     with pytest.raises(MemoryError, match="no room"):
         programs.build(range(1000), threads=1, progress=NullProgress(), what="")
     assert len(started) < 1000, "everything else was compiled before anyone heard of it"
+
+
+def test_in_the_background_programs_come_in_order_and_are_announced_once_they_can_be_had() -> None:
+    go = threading.Semaphore(0)
+    announced: list[int] = []
+
+    def make(key: int) -> int:
+        assert go.acquire(timeout=10)
+        return -key
+
+    def announce(key: int) -> None:
+        assert programs[key] == -key
+        announced.append(key)
+
+    programs = ExecutableSet[int](make, announce)
+    go.release()
+    programs.build([3], threads=1, progress=NullProgress(), what="")
+    programs.build_in_background([5, 3, 4, 1])
+    with pytest.raises(LookupError):
+        programs[5]
+    go.release()
+    while announced != [3, 5]:
+        time.sleep(0.001)
+    go.release(2)
+    programs.close()
+    assert announced[:2] == [3, 5]
+    assert programs.failure is None
+
+
+def test_a_failure_in_the_background_is_kept_and_ends_it() -> None:
+    made: list[int] = []
+
+    def make(key: int) -> int:
+        if key == 2:
+            raise MemoryError("no room")
+        made.append(key)
+        return key
+
+    programs = ExecutableSet[int](make)
+    programs.build_in_background([1, 2, 3])
+    deadline = time.monotonic() + 10
+    while programs.failure is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert isinstance(programs.failure, MemoryError)
+    assert made == [1]
+    programs.close()
+
+
+def test_closing_waits_for_the_program_in_the_making_and_no_other() -> None:
+    started, go = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def make(key: int) -> int:
+        started.set()
+        assert go.wait(10)
+        made.append(key)
+        return key
+
+    programs = ExecutableSet[int](make)
+    programs.build_in_background(range(5))
+    assert started.wait(10)
+    threading.Timer(0.05, go.set).start()
+    programs.close()
+    assert made == [0]
