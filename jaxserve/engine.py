@@ -20,7 +20,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.output import SchedulerOutput
-from jaxserve.stats import BucketStats, EngineStats
+from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -81,7 +81,10 @@ class EngineCore:
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         # All there will ever be, so that a reader in another thread never sees the dict grow.
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
-        self.stats.shapes = buckets.progress
+        if isinstance(buckets, ReadyBuckets):
+            self.stats.shapes = buckets.progress
+        else:  # all are
+            self.stats.shapes = ReadyShapes(len(self.stats.by_bucket), len(self.stats.by_bucket))
         self._recorder = recorder
         self._runner = runner
         self._builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=runner.padding_row)

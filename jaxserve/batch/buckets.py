@@ -9,7 +9,6 @@ from jaxserve.batch.bucket_plan import MIN_SIZE, Shapes, best_plans, top_rows
 from jaxserve.batch.step_sizes import StepLimits, typical_steps
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
-from jaxserve.stats import ReadyShapes
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,12 +42,6 @@ class ShapeBuckets:
             (Bucket(tokens, s, self.blocks) for tokens, seqs in self.seqs_by_tokens for s in seqs),
             reverse=True,
         )
-
-    @property
-    def progress(self) -> ReadyShapes:
-        """All are ready."""
-        count = len(self.all_buckets())
-        return ReadyShapes(count, count)
 
     def smallest_for(self, num_tokens: int, num_seqs: int) -> Bucket:
         """The smallest bucket that holds the batch.
