@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import threading
 import time
@@ -160,7 +161,11 @@ def gauge(url: str, name: str) -> float:
 
 def test_a_cold_server_answers_while_it_compiles(tiny_checkpoint_dir: Path, tmp_path: Path) -> None:
     """Over HTTP, in a process with an empty cache; a second one finds every program that the first has made."""
-    flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "256")
+    few = [{"tokens": tokens, "seqs": [min(tokens, 4)]} for tokens in (2, 8, 16, 32)]
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"jaxserve_bucket_plan": 1, "shapes": few}))
+    limits = ("--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "256")
+    flags = (*limits, "--bucket-plan", str(plan))
     environment = {"XDG_CACHE_HOME": str(tmp_path)}
     body = {
         "model": "tiny",

@@ -65,9 +65,9 @@ def parse_peer(text: str, *, model: str) -> Peer:
 
 
 def own_peer(name: str, model: str, flags: Sequence[str] = ()) -> Peer:
-    """Our own server, out of the code and the environment that measure."""
+    """Our own server, out of the code and the environment that measure; no compilation goes on beside."""
     start = (sys.executable, "-m", "jaxserve", "serve", "--model", model, "--port", PORT)
-    return Peer(name, command=(*start, *flags))
+    return Peer(name, command=(*start, "--wait-for-programs", *flags))
 
 
 def choose_peers(texts: Sequence[str], *, model: str, with_own: bool) -> tuple[Peer, ...]:
