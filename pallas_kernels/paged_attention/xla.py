@@ -119,7 +119,7 @@ def _decode_tiles(
     extra = -num_rows % rows  # a slice past the end would be clamped onto other rows
     real = lax.iota(jnp.int32, num_rows) < num_seqs
     lens_S = jnp.where(real, seq_lens_S, -1)  # padding comes behind sequences that have no context
-    # The same in every layer of a model, so XLA sorts once a step.
+    # Sorted anew in every layer, so that no caller has to bring an order.
     by_length_S = jnp.argsort(lens_S, descending=True)
     q = jnp.pad(_take_rows(q_SHd, by_length_S), ((0, extra), (0, 0), (0, 0)))
     tables = jnp.pad(_take_rows(tables_SB, by_length_S), ((0, extra), (0, 0)))
