@@ -110,7 +110,8 @@ class ExecutableSet[Key: Hashable]:
 def _lower_priority() -> None:
     """Of this thread alone, where the system can do that (Linux counts threads like processes)."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 10)
 
 
 class CompileCounter:
