@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxserve.errors import ConfigError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 SchedulerKind = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16"]
+Quantization = Literal["int8"]
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class EngineConfig:
 
     Attributes:
       dtype: of weights, activations and KV cache; "auto" is float32 on a CPU, bfloat16 elsewhere.
+      quantization: "int8" keeps the layers' matrices as int8 and rounds activations to int8 token by token; None keeps
+        all weights in `dtype`. On a CPU it implies `deterministic`: where activations are rounded, a difference in
+        the last bit of a norm could become a whole step.
       max_model_len: longest prompt + output, in tokens.
       max_num_seqs: most sequences in one step.
       max_num_batched_tokens: most tokens computed in one step (decode tokens and prefill chunks together).
@@ -117,6 +122,7 @@ class EngineConfig:
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -153,6 +159,7 @@ class ResolvedConfig:
     attention_backend: str
     deterministic: bool = False
     overlap: bool = False
+    quantization: Quantization | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -185,6 +192,10 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
     ):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if options.quantization is not None and options.quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None; got {options.quantization!r}"
+        )
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len {max_model_len} is beyond the model's context of {model.max_position_embeddings} tokens"
@@ -206,8 +217,9 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         max_waiting=options.max_waiting,
         seed=options.seed,
         attention_backend=options.attention_backend,
-        deterministic=options.deterministic,
+        deterministic=options.deterministic or (options.quantization is not None and on_cpu),
         overlap=_resolve_overlap(options, on_cpu),
+        quantization=options.quantization,
     )
 
 

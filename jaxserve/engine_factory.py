@@ -50,7 +50,9 @@ def create_engine(
     attention = choose_attention(checkpoint.config, config)  # early: an error should cost no time
     buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
     recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
-    params = checkpoint.load_params(jnp.dtype(config.dtype), progress=progress)
+    params = checkpoint.load_params(
+        jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
+    )
     num_blocks = plan_num_blocks(options, config, checkpoint.config)
     runner = ModelRunner(
         checkpoint.config,

@@ -6,7 +6,7 @@ arrays of the `gguf` package are in the usual order already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from jaxserve.models.registry import WeightSpec
 if TYPE_CHECKING:
     import jax
 
-    from jaxserve.checkpoint.weights import ShardingChoice
+    from jaxserve.checkpoint.weights import DtypeChoice, ShardingChoice
     from jaxserve.progress import Progress
 
 _MAGIC = b"GGUF"
@@ -135,9 +135,9 @@ class GgufWeights:
         return array
 
     def load(
-        self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
-    ) -> dict[WeightSpec, jax.Array]:
-        return load_from_host(self, self.read, dtype, sharding, progress)
+        self, dtype_of: DtypeChoice, sharding: ShardingChoice, progress: Progress | None
+    ) -> Iterator[tuple[WeightSpec, jax.Array]]:
+        return load_from_host(self, self.read, dtype_of, sharding, progress)
 
 
 def uninterleave_rope_rows(array: np.ndarray, num_heads: int) -> np.ndarray:

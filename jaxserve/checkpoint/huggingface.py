@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from jaxserve.models.registry import WeightSpec
 if TYPE_CHECKING:
     import jax
 
-    from jaxserve.checkpoint.weights import ShardingChoice
+    from jaxserve.checkpoint.weights import DtypeChoice, ShardingChoice
     from jaxserve.progress import Progress
 
 logger = logging.getLogger("jaxserve.checkpoint")
@@ -123,11 +123,11 @@ class HuggingFaceWeights:
         return self._infos[spec.hf_name].dtype
 
     def load(
-        self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
-    ) -> dict[WeightSpec, jax.Array]:
+        self, dtype_of: DtypeChoice, sharding: ShardingChoice, progress: Progress | None
+    ) -> Iterator[tuple[WeightSpec, jax.Array]]:
         with ExitStack() as stack:
             read = self._reader(stack)
-            return load_from_host(self, lambda spec: read(spec.hf_name), dtype, sharding, progress)
+            yield from load_from_host(self, lambda spec: read(spec.hf_name), dtype_of, sharding, progress)
 
     def _reader(self, stack: ExitStack) -> Callable[[str], np.ndarray]:
         """Reads tensors by name; every file is opened once, on first use, and closed with `stack`."""

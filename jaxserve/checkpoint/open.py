@@ -22,8 +22,8 @@ from jaxserve.checkpoint.orbax_store import (
 )
 from jaxserve.checkpoint.tokenizer_files import load_tokenizer_files
 from jaxserve.checkpoint.tokenizer_parts import TokenizerParts, check_ids_fit
-from jaxserve.checkpoint.weights import WeightReader, as_tree, check_finite, main_dtype
-from jaxserve.config import GenerationDefaults, ModelConfig
+from jaxserve.checkpoint.weights import WeightReader, as_tree, check_finite, main_dtype, quantise
+from jaxserve.config import GenerationDefaults, ModelConfig, Quantization
 from jaxserve.errors import CheckpointError
 from jaxserve.models.registry import WeightSpec, get_family
 
@@ -62,24 +62,43 @@ class Checkpoint:
     tokenizer_parts: TokenizerParts = field(repr=False)
 
     def load_params(
-        self, dtype: Any, *, sharding: ShardingChoice = None, progress: Progress | None = None
+        self,
+        dtype: Any,
+        *,
+        quantization: Quantization | None = None,
+        sharding: ShardingChoice = None,
+        progress: Progress | None = None,
     ) -> dict[Any, Any]:
         """The weights on the device, as a nested dict keyed like `WeightSpec.path`.
 
         Args:
           dtype: of every leaf, whatever the file's is (float16 is never computed in).
+          quantization: matrices that it turns into integers are made from the file's own values, leaf by leaf.
           sharding: for all leaves, or a function that gives one for each; None is the default device.
 
         Raises:
           CheckpointError: a damaged file, or NaN or infinite values (a float32 value beyond bfloat16's range counts).
         """
-        return as_tree(self.load_leaves(dtype, sharding=sharding, progress=progress))
+        return as_tree(
+            self.load_leaves(dtype, quantization=quantization, sharding=sharding, progress=progress)
+        )
 
     def load_leaves(
-        self, dtype: Any, *, sharding: ShardingChoice = None, progress: Progress | None = None
+        self,
+        dtype: Any,
+        *,
+        quantization: Quantization | None = None,
+        sharding: ShardingChoice = None,
+        progress: Progress | None = None,
     ) -> dict[WeightSpec, jax.Array]:
         """As `load_params`, flat; `dtype` None keeps every leaf's own."""
-        arrays = self.weights.load(dtype, sharding, progress)
+        from jaxserve.models.quantization import is_quantised
+
+        def dtype_of(spec: WeightSpec) -> Any:
+            own = dtype is None or is_quantised(spec, quantization)
+            return self.weights.leaf_dtype(spec) if own else dtype
+
+        arrays = dict(quantise(self.weights.load(dtype_of, sharding, progress), quantization))
         check_finite(arrays, self.path)
         return arrays
 

@@ -16,10 +16,11 @@ ends with their process.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from jaxserve.models.registry import WeightSpec
 if TYPE_CHECKING:
     import jax
 
-    from jaxserve.checkpoint.weights import ShardingChoice
+    from jaxserve.checkpoint.weights import DtypeChoice, ShardingChoice
     from jaxserve.progress import Progress
 
 MANIFEST_NAME = "jaxserve.json"
@@ -43,6 +44,7 @@ FORMAT_VERSION = 1
 _DATA_PREFIX = "data-"
 _UNFINISHED_PREFIX = f".{MANIFEST_NAME}."
 _LOCK = ".lock"
+_PART_BYTES = 256 << 20  # restored at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +207,9 @@ class StoreWeights:
         return self._manifest.leaves[spec.hf_name].dtype
 
     def load(
-        self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
-    ) -> dict[WeightSpec, jax.Array]:
-        """Orbax reads every device's part straight into place and casts on the way."""
+        self, dtype_of: DtypeChoice, sharding: ShardingChoice, progress: Progress | None
+    ) -> Iterator[tuple[WeightSpec, jax.Array]]:
+        """Orbax reads every device's part straight into place and casts on the way, `_PART_BYTES` at a time."""
         data = (self.store / self._manifest.data).absolute()
         if progress is not None:
             progress("Loading weights", 0, len(self.specs))
@@ -218,35 +220,60 @@ class StoreWeights:
         try:
             with file_lock.shared(data), _checkpointer() as checkpointer:
                 self._check_tree(checkpointer, data / "params")
-                arrays = self._restore(checkpointer, data / "params", dtype, sharding)
+                done = 0
+                for part in self._parts():
+                    arrays = self._restore(checkpointer, data / "params", part, dtype_of, sharding)
+                    while arrays:
+                        yield arrays.popitem()
+                    done += len(part)
+                    if progress is not None:
+                        progress("Loading weights", done, len(self.specs))
         except OSError as error:
             raise CheckpointError(f"{data}: cannot be read ({error.strerror or error})") from error
-        if progress is not None:
-            progress("Loading weights", len(self.specs), len(self.specs))
-        return arrays
+
+    def _parts(self) -> Iterator[list[WeightSpec]]:
+        """The leaves in groups of `_PART_BYTES` as stored, or a single larger one."""
+        import jax.numpy as jnp
+
+        part: list[WeightSpec] = []
+        size = 0
+        for spec in self.specs:
+            leaf = math.prod(spec.shape) * jnp.dtype(self.leaf_dtype(spec)).itemsize
+            if part and size + leaf > _PART_BYTES:
+                yield part
+                part, size = [], 0
+            part.append(spec)
+            size += leaf
+        if part:
+            yield part
 
     def _restore(
-        self, checkpointer: Any, path: Path, dtype: Any, sharding: ShardingChoice
+        self,
+        checkpointer: Any,
+        path: Path,
+        specs: Sequence[WeightSpec],
+        dtype_of: DtypeChoice,
+        sharding: ShardingChoice,
     ) -> dict[WeightSpec, jax.Array]:
         import jax
         import jax.numpy as jnp
         import orbax.checkpoint as ocp
 
         item, restore_args = {}, {}
-        for spec in self.specs:
+        for spec in specs:
             placed = sharding_of(sharding, spec)
-            wanted = jnp.dtype(dtype or self.leaf_dtype(spec))
+            wanted = jnp.dtype(dtype_of(spec))
             item[spec.hf_name] = jax.ShapeDtypeStruct(spec.shape, wanted, sharding=placed)
             restore_args[spec.hf_name] = ocp.ArrayRestoreArgs(
                 sharding=placed, global_shape=spec.shape, dtype=wanted, strict=True
             )
         try:
             restored = checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+                path, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
             )
         except Exception as error:  # tensorstore and Orbax raise ValueError, OSError, and types of their own
             raise CheckpointError(f"{path}: damaged checkpoint ({_one_line(error)})") from error
-        return {spec: restored[spec.hf_name] for spec in self.specs}
+        return {spec: restored[spec.hf_name] for spec in specs}
 
     def _check_tree(self, checkpointer: Any, path: Path) -> None:
         """The checkpoint itself must hold what the manifest lists: Orbax alone would truncate or pad a leaf."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from jaxserve.config import Quantization
 from jaxserve.errors import CheckpointError
 from jaxserve.models.registry import WeightSpec, set_by_path
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     # One sharding for all leaves, or one chosen for each.
     ShardingChoice = Sharding | Callable[[WeightSpec], Sharding] | None
+    DtypeChoice = Callable[[WeightSpec], Any]
 
 # Files may carry these without harm: buffers that old exporters saved and that follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(^|\.)(masked_bias|attn\.bias)$")
@@ -47,9 +49,9 @@ class WeightReader(Protocol):
         """Name of the type in which this leaf's values are exact."""
 
     def load(
-        self, dtype: Any, sharding: ShardingChoice, progress: Progress | None
-    ) -> dict[WeightSpec, jax.Array]:
-        """Every leaf on the device in `dtype` (None: each in its own `leaf_dtype`).
+        self, dtype_of: DtypeChoice, sharding: ShardingChoice, progress: Progress | None
+    ) -> Iterator[tuple[WeightSpec, jax.Array]]:
+        """Every leaf on the device, in the type chosen for it; few at a time, so that who shrinks them never has all.
 
         Raises:
           CheckpointError: the file is damaged.
@@ -130,22 +132,38 @@ def sharding_of(choice: ShardingChoice, spec: WeightSpec) -> Sharding:
 def load_from_host(
     reader: WeightReader,
     read: Callable[[WeightSpec], np.ndarray],
-    dtype: Any,
+    dtype_of: DtypeChoice,
     sharding: ShardingChoice,
     progress: Progress | None,
-) -> dict[WeightSpec, jax.Array]:
+) -> Iterator[tuple[WeightSpec, jax.Array]]:
     """`WeightReader.load` for files that are read tensor by tensor: one host copy at a time."""
     import jax.numpy as jnp
 
-    arrays: dict[WeightSpec, jax.Array] = {}
     for done, spec in enumerate(reader.specs):
         if progress is not None:
             progress("Loading weights", done, len(reader.specs))
-        wanted = jnp.dtype(dtype or reader.leaf_dtype(spec))
-        arrays[spec] = place_on_device(read(spec), wanted, sharding_of(sharding, spec))
+        yield spec, place_on_device(read(spec), jnp.dtype(dtype_of(spec)), sharding_of(sharding, spec))
     if progress is not None:
         progress("Loading weights", len(reader.specs), len(reader.specs))
-    return arrays
+
+
+def quantise(
+    leaves: Iterable[tuple[WeightSpec, jax.Array]], quantization: Quantization | None
+) -> Iterator[tuple[WeightSpec, jax.Array]]:
+    """The same leaves, each matrix that `quantization` wants as int8 followed by its scales."""
+    import jax
+
+    from jaxserve.models.quantization import is_quantised, quantise_rows, scale_spec
+
+    compiled = jax.jit(quantise_rows)
+    for spec, array in leaves:
+        if is_quantised(spec, quantization):
+            rounded, scale = compiled(array)
+            del array
+            yield spec, rounded
+            yield scale_spec(spec), scale[:, 0]
+        else:
+            yield spec, array
 
 
 def check_finite(arrays: Mapping[WeightSpec, jax.Array], where: Path) -> None:

@@ -27,6 +27,7 @@ def batch(
         typer.Option(help="Name that the requests use; may be given several times [default: the model's]."),
     ] = None,
     dtype: options.DType = options.DTypeChoice.auto,
+    quantization: options.Quantization = options.QuantizationChoice.none,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -72,6 +73,7 @@ def batch(
     logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which attention backend runs
     config = options.engine_config(
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

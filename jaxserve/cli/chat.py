@@ -45,6 +45,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
     seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
     dtype: options.DType = options.DTypeChoice.auto,
+    quantization: options.Quantization = options.QuantizationChoice.none,
     max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Talk to a model in the terminal.
@@ -65,7 +66,11 @@ def chat(
     interactive = sys.stdin.isatty()
     # One conversation at a time needs few shapes compiled, so it starts soon.
     config = EngineConfig(
-        dtype=dtype.value, max_model_len=max_model_len, max_num_seqs=1, max_num_batched_tokens=128
+        dtype=dtype.value,
+        quantization=options.quantization_of(quantization),
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=128,
     )
     with _open_answerer(model, url, api_key, config) as answerer:
         session = ChatSession(

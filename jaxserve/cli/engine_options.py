@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.config import EngineConfig
+from jaxserve.config import Quantization as QuantizationName
 
 PANEL = "Engine"
 
@@ -17,6 +18,11 @@ class DTypeChoice(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class QuantizationChoice(StrEnum):
+    none = "none"
+    int8 = "int8"
 
 
 class SchedulerChoice(StrEnum):
@@ -35,6 +41,13 @@ DType = Annotated[
     DTypeChoice,
     typer.Option(
         help="Type of weights and KV cache; auto is float32 on a CPU, bfloat16 elsewhere.",
+        rich_help_panel=PANEL,
+    ),
+]
+Quantization = Annotated[
+    QuantizationChoice,
+    typer.Option(
+        help="int8 makes the layers' matrices int8 when they are loaded, and rounds activations token by token.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -140,9 +153,14 @@ RecordSteps = Annotated[
 ]
 
 
+def quantization_of(choice: QuantizationChoice) -> QuantizationName | None:
+    return None if choice is QuantizationChoice.none else "int8"
+
+
 def engine_config(
     *,
     dtype: DTypeChoice,
+    quantization: QuantizationChoice,
     max_model_len: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
@@ -163,6 +181,7 @@ def engine_config(
     """The configuration that the flags ask for."""
     return EngineConfig(
         dtype=dtype.value,
+        quantization=quantization_of(quantization),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -66,6 +66,7 @@ def serve(
         ),
     ] = False,
     dtype: options.DType = options.DTypeChoice.auto,
+    quantization: options.Quantization = options.QuantizationChoice.none,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -108,6 +109,7 @@ def serve(
     logging.getLogger("jaxserve.programs").setLevel(logging.INFO)  # when all of them are ready
     config = options.engine_config(
         dtype=dtype,
+        quantization=quantization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -73,7 +73,12 @@ def describe_programs(
       platform: what they will run on: "cpu", "gpu", ...
       sharding: of every array.
     """
-    cut, params = split_model(model, dtype=jnp.dtype(config.dtype), deterministic=config.deterministic)
+    cut, params = split_model(
+        model,
+        dtype=jnp.dtype(config.dtype),
+        deterministic=config.deterministic,
+        quantization=config.quantization,
+    )
     state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
     params, state = _placed((params, state), sharding)
     attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
@@ -88,6 +93,7 @@ def describe_programs(
         "rows_at_once": rows_at_once,
         "by_layer": on_cpu,
         "step": options,
+        "quantization": config.quantization,
         "arrays": (params, state),
     }
     parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731

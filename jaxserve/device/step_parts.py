@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import ModelConfig, Quantization
+from jaxserve.models.quantization import quantise_modules
 from jaxserve.models.registry import get_family
 
 
@@ -64,7 +65,11 @@ class StepParts:
 
 
 def split_model(
-    model: ModelConfig, *, dtype: Any, deterministic: bool = False
+    model: ModelConfig,
+    *,
+    dtype: Any,
+    deterministic: bool = False,
+    quantization: Quantization | None = None,
 ) -> tuple[StepModel, StepParams]:
     """The model in parts, with `jax.ShapeDtypeStruct` for parameters. Allocates nothing.
 
@@ -75,7 +80,9 @@ def split_model(
     def abstract(config: ModelConfig) -> Any:
         build = get_family(config.architecture).build
         return nnx.eval_shape(
-            lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0), deterministic=deterministic)
+            lambda: quantise_modules(
+                build(config, dtype=dtype, rngs=nnx.Rngs(0), deterministic=deterministic), quantization
+            )
         )
 
     bare = abstract(dataclasses.replace(model, num_layers=0))
