@@ -9,6 +9,8 @@ Norms, biases, the token embedding and the output head stay in the model's dtype
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -57,7 +59,7 @@ class Int8Linear(nnx.Module):
         return y_TO + self.bias[...] if self.use_bias else y_TO
 
 
-def quantise_modules(model: nnx.Module, quantization: Quantization | None) -> nnx.Module:
+def quantise_modules(model: Any, quantization: Quantization | None) -> Any:
     """`model` with an `Int8Linear` for each `Linear` of its layers, so that models need not know; for abstract ones."""
     if quantization is not None:
         for layer in model.layers:
