@@ -58,6 +58,10 @@ class Spy:
     def serving_compilations(self) -> int:
         return self._runner.serving_compilations
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._runner.failure
+
     def launch(self, plan, batch):
         self.ahead.append(len(self.rows) > self.num_read)
         self.rows.append({row.request_id: row.continues for row in batch.rows})
