@@ -1,6 +1,6 @@
 """Host microseconds of a step, by part, with nothing on the device: python -m scripts.host_path
 
-The real scheduler, batch builder and output processor decode rows of 256-token contexts; a stand-in for the device
+The real scheduler and batch builder decode rows of contexts of 256 tokens and more; a stand-in for the device
 answers at once.
 """
 
@@ -25,9 +25,8 @@ def measure(num_seqs: int) -> dict[str, float]:
     options = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048, max_model_len=4096)
     config = resolve(options, MODEL, platform="cpu")
     scheduler = create_scheduler(config, num_seqs * config.max_blocks_per_seq)
-    buckets = ShapeBuckets(((2048, (num_seqs,)),), config.max_blocks_per_seq)
-    if num_seqs < 2048:
-        buckets = ShapeBuckets(((num_seqs, (num_seqs,)), (2048, (num_seqs,))), config.max_blocks_per_seq)
+    sizes = ((num_seqs, (num_seqs,)), (2048, (num_seqs,)))  # a step of decode rows, and one that prompts fill
+    buckets = ShapeBuckets(sizes, config.max_blocks_per_seq)
     builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=num_seqs)
     for i in range(num_seqs):
         prompt = tuple(range(i, i + PROMPT))

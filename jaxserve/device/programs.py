@@ -148,10 +148,10 @@ class ProgramMaker:
         programs = self._programs
         if not programs.by_layer:
             return self._make(_whole_step(programs, bucket))
-        begin, layers, end = _parts_of_step(programs, bucket)
-        made = {definition.name: self._make(definition) for definition in (begin, *layers, end)}
+        begin, layer_of_kind, end = _parts_of_step(programs, bucket)
+        layers = {kind: self._make(definition) for kind, definition in layer_of_kind.items()}
         parts = StepParts(
-            made[begin.name], tuple(made[definition.name] for definition in layers), made[end.name]
+            self._make(begin), tuple(layers[kind] for kind in programs.model.kinds), self._make(end)
         )
         return partial(serve_step, parts)
 
@@ -191,20 +191,15 @@ def _define(
     name: str,
     function: Callable[..., Any],
     donated: tuple[int, ...],
-    arguments: tuple[Any, ...] | Callable[[], tuple[Any, ...]],
+    like: tuple[Any, ...],
     *,
     result: Any,
-    like: tuple[Any, ...] | None = None,
+    arguments: Callable[[], tuple[Any, ...]] | None = None,
 ) -> _Definition:
-    """`result`, and `like` where `arguments` is a function: anything of the right tree structure."""
-    fixed = arguments if isinstance(arguments, tuple) else like
+    """`like`: the arguments; where `arguments` finds those, anything of their tree structure, as `result` is."""
+    structure = jax.tree.structure
     return _Definition(
-        name,
-        function,
-        donated,
-        (lambda: arguments) if isinstance(arguments, tuple) else arguments,
-        jax.tree.structure((fixed, {})),
-        jax.tree.structure(result),
+        name, function, donated, arguments or (lambda: like), structure((like, {})), structure(result)
     )
 
 
@@ -214,39 +209,47 @@ def _whole_step(programs: Programs, bucket: Bucket) -> _Definition:
     return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
 
 
-def _parts_of_step(programs: Programs, bucket: Bucket) -> tuple[_Definition, list[_Definition], _Definition]:
-    """(begin, of every layer, end); equal layers have equal names."""
+def _parts_of_step(
+    programs: Programs, bucket: Bucket
+) -> tuple[_Definition, dict[int, _Definition], _Definition]:
+    """(begin, that of each kind of layer, end)."""
     parts, params, state = programs.parts(bucket), programs.params, programs.state
     first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
     [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
     # The batch, hidden states and what layers share: as tree structures, and (traced) as shapes.
     batch_like, x_like, shared_like = ForwardBatch.structure(), 0, (0,) * programs.model.num_shared_arrays
     between = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
-    kinds: dict[Any, int] = {}
-    layers = []
-    for index, (function, layer) in enumerate(zip(parts.layers, params.layers, strict=True)):
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer))
-        kind = kinds.setdefault((programs.model.layers[index], shapes), len(kinds))
-        pool = state.kv_cache.layer(index)
 
-        def arguments(layer: Any = layer, pool: Any = pool) -> tuple[Any, ...]:
+    def of_layer(index: int, kind: int) -> _Definition:
+        layer, pool = params.layers[index], state.kv_cache.layer(index)
+
+        def arguments() -> tuple[Any, ...]:
             batch, x_TD, shared = between()
             return layer, pool, x_TD, shared, batch
 
         like = (layer, pool, x_like, shared_like, batch_like)
         name = f"{bucket}.layer{kind}"
-        layers.append(_define(name, function, (1, 2), arguments, like=like, result=(pool, x_like)))
+        return _define(name, parts.layers[index], (1, 2), like, result=(pool, x_like), arguments=arguments)
+
+    kinds = programs.model.kinds
+    layers = {kind: of_layer(kinds.index(kind), kind) for kind in set(kinds)}
 
     def last() -> tuple[Any, ...]:
         batch, x_TD, _ = between()
         return params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
 
-    last_like = (params.ends, state.sampling, 0, x_like, batch_like)
     output = StepOutput.structure(keep_logits=programs.keep_logits)
     return (
         _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, x_like, shared_like)),
         layers,
-        _define(f"{bucket}.end", parts.end, (1, 2), last, like=last_like, result=(state.sampling, 0, output)),
+        _define(
+            f"{bucket}.end",
+            parts.end,
+            (1, 2),
+            (params.ends, state.sampling, 0, x_like, batch_like),
+            result=(state.sampling, 0, output),
+            arguments=last,
+        ),
     )
 
 

@@ -188,11 +188,10 @@ def step_parts(
     deterministic: bool = False,
     keep_logits: bool = False,
 ) -> StepParts:
-    """The parts as functions of arrays. Equal layers get equal functions."""
-    by_graphdef = {graphdef: partial(layer_step, graphdef, attention) for graphdef in model.layers}
+    """The parts as functions of arrays."""
     return StepParts(
         partial(begin_step, model, bucket),
-        tuple(by_graphdef[graphdef] for graphdef in model.layers),
+        tuple(partial(layer_step, graphdef, attention) for graphdef in model.layers),
         partial(end_step, model, rows_at_once, deterministic=deterministic, keep_logits=keep_logits),
     )
 

@@ -40,12 +40,14 @@ class StepModel:
 
     Attributes:
       ends: the model without its layers.
-      layers: each of them; equal ones do the same to other parameters.
+      layers: each of them.
+      kinds: a number for each layer; those with equal ones do the same to other parameters of the same shapes.
       num_shared_arrays: see `models.registry.ModelFamily`.
     """
 
     ends: nnx.GraphDef
     layers: tuple[nnx.GraphDef, ...]
+    kinds: tuple[int, ...]
     num_shared_arrays: int
 
 
@@ -88,10 +90,14 @@ def split_model(
     bare = abstract(dataclasses.replace(model, num_layers=0))
     ends, ends_state = nnx.split(bare)
     layers = [nnx.split(layer) for layer in abstract(model).layers]
-    return (
-        StepModel(ends, tuple(graphdef for graphdef, _ in layers), bare.num_shared_arrays),
-        StepParams(ends_state, tuple(state for _, state in layers)),
-    )
+    graphdefs, states = tuple(graphdef for graphdef, _ in layers), tuple(state for _, state in layers)
+    numbers: dict[Any, int] = {}
+    kinds = tuple(numbers.setdefault((graphdef, _shapes(state)), len(numbers)) for graphdef, state in layers)
+    return StepModel(ends, graphdefs, kinds, bare.num_shared_arrays), StepParams(ends_state, states)
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
 def fill_params(abstract: StepParams, values: dict[Any, Any]) -> StepParams:

@@ -1,8 +1,7 @@
 """Paged attention in plain XLA, for every platform: the path that always works.
 
 Work is cut into tiles: a group of up to 8 decode rows, or up to 32 query rows of one prefill chunk. A tile walks its
-context in windows of a few blocks with an online softmax. Decode rows are taken in order of their lengths, since all of
-a tile's rows walk as far as its longest. Both loops run as often as the real lengths ask (the
+context in windows of a few blocks with an online softmax. Both loops run as often as the real lengths ask (the
 trip counts are data, not shapes), so neither the width of the block table nor the padding of the batch costs
 anything, and one executable serves every context length.
 
@@ -117,13 +116,10 @@ def _decode_tiles(
     num_rows = q_SHd.shape[0]
     rows = _DECODE_ROWS if num_rows > _FEW_DECODE_ROWS else _FEW_DECODE_ROWS
     extra = -num_rows % rows  # a slice past the end would be clamped onto other rows
+    q = jnp.pad(q_SHd, ((0, extra), (0, 0), (0, 0)))
+    tables = jnp.pad(tables_SB, ((0, extra), (0, 0)))
     real = lax.iota(jnp.int32, num_rows) < num_seqs
-    lens_S = jnp.where(real, seq_lens_S, -1)  # padding comes behind sequences that have no context
-    # Sorted anew in every layer, so that no caller has to bring an order.
-    by_length_S = jnp.argsort(lens_S, descending=True)
-    q = jnp.pad(_take_rows(q_SHd, by_length_S), ((0, extra), (0, 0), (0, 0)))
-    tables = jnp.pad(_take_rows(tables_SB, by_length_S), ((0, extra), (0, 0)))
-    last = jnp.pad(_take_rows(lens_S, by_length_S), (0, extra)) - 1
+    last = jnp.pad(jnp.where(real, seq_lens_S, 0), (0, extra)) - 1
 
     def tile(index: jax.Array, out: jax.Array) -> jax.Array:
         start = index * rows
@@ -136,8 +132,7 @@ def _decode_tiles(
         return _set_rows_from(out, attended[:, 0].astype(out.dtype), start)
 
     tiles = lax.div(num_seqs + (rows - 1), rows)
-    attended = lax.fori_loop(0, tiles, tile, jnp.zeros_like(q))
-    return _take_rows(attended, jnp.argsort(by_length_S))
+    return lax.fori_loop(0, tiles, tile, jnp.zeros_like(q))[:num_rows]
 
 
 def _prefill_tiles(
@@ -288,10 +283,6 @@ def _product_sum(weights_RKMw: jax.Array) -> jax.Array:
 def _rows_from(x: jax.Array, start: jax.Array, rows: int) -> jax.Array:
     begin: tuple[jax.Array | int, ...] = (start, *(0,) * (x.ndim - 1))
     return lax.dynamic_slice(x, begin, (rows, *x.shape[1:]), allow_negative_indices=False)
-
-
-def _take_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
-    return x.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _row(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -7,14 +7,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from jaxserve.batch.buckets import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
-from jaxserve.device.programs import make_state
-from jaxserve.device.step import DeviceState, serve_step, step_parts
-from jaxserve.device.step_parts import split_model
-from pallas_kernels.paged_attention import AttentionSpec, ragged_paged_attention, resolve_backend
+from jaxserve.device.programs import describe_programs
+from jaxserve.device.step import DeviceState, serve_step
+from pallas_kernels.paged_attention import AttentionSpec, resolve_backend
 from scripts.aot import hlo
 from scripts.aot.cases import StepCase
 from scripts.aot.deviceless import Compiled, compile_for
@@ -35,24 +35,27 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
         block_size=BLOCK_SIZE,
     )
     config = resolve(options, model, platform="gpu")
-    dtype = jnp.dtype(config.dtype)
     spec = AttentionSpec(
         model.num_heads, model.num_kv_heads, model.head_dim, BLOCK_SIZE, config.dtype, config.dtype
     )
     backend = resolve_backend(case.backend, spec=spec, device=target.facts)
-    cut, params = split_model(model, dtype=dtype)
-    num_blocks = case.seqs * config.max_blocks_per_seq
-    state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
+    programs = describe_programs(
+        model,
+        config,
+        attention=backend,
+        num_blocks=case.seqs * config.max_blocks_per_seq,
+        platform="gpu",
+        sharding=SingleDeviceSharding(jax.local_devices()[0]),  # `compile_for` chooses another
+    )
     bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
-    attention = jax.jit(partial(ragged_paged_attention, scale=model.head_dim**-0.5, backend=backend))
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
     compiled = compile_for(
         target,
-        partial(serve_step, step_parts(cut, bucket, attention, case.seqs)),
-        (params, state, packed),
+        partial(serve_step, programs.parts(bucket)),
+        (programs.params, programs.state, packed),
         donate=(1,),
     )
-    return compiled, _facts(compiled, state)
+    return compiled, _facts(compiled, programs.state)
 
 
 def _facts(compiled: Compiled, state: DeviceState) -> StepFacts:

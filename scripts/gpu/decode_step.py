@@ -15,10 +15,10 @@ from jaxserve.batch.flags import RowFlag
 from jaxserve.batch.layout import packed_size, places, unpack
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
+from jaxserve.device.programs import describe_programs
 from jaxserve.device.sampling import init_state
-from jaxserve.device.step import DeviceState, serve_step, step_parts
-from jaxserve.device.step_parts import fill_params, split_model
-from pallas_kernels.paged_attention import ragged_paged_attention
+from jaxserve.device.step import DeviceState, serve_step
+from jaxserve.device.step_parts import fill_params
 from scripts.gpu.jobs import Case, CheckFailedError
 from scripts.gpu.measure import median_seconds
 from scripts.gpu.random_model import draw_weights, model_config, resolved_config
@@ -48,14 +48,21 @@ class _Step:
         self._model, self._config = model, config
         backend = attention_backend(place.backend_name(case["backend"]), model, config)
         self._backend_name = backend.name
-        cut, params = split_model(model, dtype=jnp.dtype(config.dtype))
-        self._params = fill_params(params, draw_weights(model, config.dtype))
         batch = config.max_num_seqs
         self._num_blocks = batch * config.max_blocks_per_seq
+        weights = draw_weights(model, config.dtype)
+        [sharding] = {array.sharding for array in jax.tree.leaves(weights)}
+        programs = describe_programs(
+            model,
+            config,
+            attention=backend,
+            num_blocks=self._num_blocks,
+            platform="cpu" if place.cpu else "gpu",
+            sharding=sharding,
+        )
+        self._params = fill_params(programs.params, weights)
         self._bucket = Bucket(batch, batch, config.max_blocks_per_seq)
-        attend = jax.jit(partial(ragged_paged_attention, scale=model.head_dim**-0.5, backend=backend))
-        parts = step_parts(cut, self._bucket, attend, 1 if place.cpu else batch)
-        self._step = jax.jit(partial(serve_step, parts), donate_argnums=1)
+        self._step = jax.jit(partial(serve_step, programs.parts(self._bucket)), donate_argnums=1)
         self._state = DeviceState(
             _random_cache(model, config, self._num_blocks),
             init_state(batch + 1, model.vocab_size),

@@ -112,6 +112,12 @@ def test_scoring_a_prompt_costs_nothing_unless_asked_for(
             assert not products(bucket.tokens), "logits of all tokens at once"
 
 
+def test_equal_layers_are_compiled_once(tiny_runner: ModelRunner) -> None:
+    """Three parts of each step, and two programs that change state alone; nothing is kept on disk here."""
+    assert MODEL.num_layers > 1
+    assert tiny_runner.num_compiled == 3 * len(BUCKETS.all_buckets()) + 2
+
+
 def test_a_step_in_parts_is_the_whole_step(
     tiny_runner: ModelRunner, whole_of: Callable[[Bucket], Any]
 ) -> None:
