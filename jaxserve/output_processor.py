@@ -63,6 +63,7 @@ class _OutputState:
             tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._matcher = StopStringMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+        self._has_stop_strings = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._stream = stream
         self._num_output_tokens = 0
@@ -102,7 +103,10 @@ class _OutputState:
                 self._logprobs.append(update.logprobs[index])
             if index == hidden:
                 break
-            self._text.append(self._matcher.feed(self._detokenizer.append([token_id]), armed=self._may_stop))
+            text = self._detokenizer.append([token_id])
+            if self._has_stop_strings:
+                text = self._matcher.feed(text, armed=self._may_stop)
+            self._text.append(text)
             if self.matched is not None:
                 break  # tokens after it were computed for nothing
 

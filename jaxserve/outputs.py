@@ -42,7 +42,8 @@ class ModelRunnerOutput:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-# Not frozen: there is one per running sequence and step, and freezing makes construction several times as slow.
+# These two are not frozen: there is one per running sequence and step, and freezing makes construction several times
+# as slow.
 @dataclass(slots=True)
 class RequestUpdate:
     """What one step did to one request, as the scheduler accepted it. Nobody changes it afterwards.
@@ -58,9 +59,10 @@ class RequestUpdate:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
-    """What is new about one choice of a `GenerationRequest`. Deltas: joined, they are the whole answer.
+    """What is new about one choice of a `GenerationRequest`. Deltas: joined, they are the whole answer. Nobody changes
+    one afterwards.
 
     Attributes:
       request_id, index: which request, which of its n choices.
