@@ -24,20 +24,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention import split_k
 from pallas_kernels.paged_attention.mosaic_gpu_combine import combine_splits
+from pallas_kernels.paged_attention.mosaic_gpu_decode_quantised import attend_quantised_splits
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     COMPILER_PARAMS,
     ROWS,
+    PagedCache,
     TileMath,
     add_values,
     clear_unfilled,
     fetch_tile,
     interpret_argument,
     new_carry,
-    pad_tables,
     read_block_ids,
     score_tile,
     softmax_step,
-    tile_iota,
+    visible_to_newest,
 )
 
 _PROGRAMS = 264  # two for each SM of an H100 or H200
@@ -46,9 +47,7 @@ _PROGRAMS_INTERPRETED = 3
 
 def decode_rows(
     q_SHd: jax.Array,
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    block_tables_SB: jax.Array,
+    cache: PagedCache,
     seq_lens_S: jax.Array,
     *,
     stages: int,
@@ -59,7 +58,7 @@ def decode_rows(
     """Attention of one query row for each sequence.
 
     Args:
-      q_SHd, k_cache_NKbd, v_cache_NKbd, block_tables_SB: as in `api.paged_decode`.
+      q_SHd: as in `api.paged_decode`.
       seq_lens_S: int32, 0 for a row to leave out.
       stages: tiles in flight; split_tokens, max_splits: see `split_k.cut_rows`.
 
@@ -67,7 +66,7 @@ def decode_rows(
       float32 [S, H, d]; 0 for rows left out.
     """
     num_rows, num_heads, head_dim = q_SHd.shape
-    num_kv_heads = k_cache_NKbd.shape[1]
+    num_kv_heads = cache.k_NKbd.shape[1]
     group = num_heads // num_kv_heads
     padded_group = -(-group // 8) * 8  # swizzled shared memory is cut in slices of 8 rows
     splits = split_k.cut_rows(
@@ -82,13 +81,53 @@ def decode_rows(
         q_SHd.reshape(num_rows, num_kv_heads, group, head_dim),
         ((0, 0), (0, 0), (0, padded_group - group), (0, 0)),
     )
+    attend = attend_quantised_splits if math_.is_quantised else _attend_splits
+    partial, peak, total = attend(q_SKGd, cache, items_W5, count_1, max_splits, stages=stages, math_=math_)
+    padded_heads = num_kv_heads * padded_group
+    out_SPd = combine_splits(
+        partial.reshape(max_splits, num_rows, padded_heads, head_dim),
+        peak.reshape(max_splits, num_rows, padded_heads),
+        total.reshape(max_splits, num_rows, padded_heads),
+        splits.num_splits,
+        interpret=math_.interpret,
+    )
+    out_SKGd = out_SPd.reshape(num_rows, num_kv_heads, padded_group, head_dim)[:, :, :group]
+    return out_SKGd.reshape(num_rows, num_heads, head_dim)
+
+
+def _list_items(
+    splits: split_k.Splits, seq_lens_S: jax.Array, max_splits: int
+) -> tuple[jax.Array, jax.Array]:
+    """The real splits of all rows: (int32 [W, 5] of row, split, first tile, end tile, length; int32 [1], how many)."""
+    num_rows = seq_lens_S.shape[0]
+    ends_S = jnp.cumsum(splits.num_splits)
+    item_W = lax.iota(jnp.int32, num_rows * max_splits)
+    row_W = jnp.minimum((item_W[:, None] >= ends_S).sum(-1, dtype=jnp.int32), num_rows - 1)
+    split_W = item_W - (ends_S - splits.num_splits)[row_W]
+    first_W = splits.first_tile[row_W] + split_W * splits.tiles_per_split[row_W]
+    end_W = jnp.minimum(first_W + splits.tiles_per_split[row_W], splits.end_tile[row_W])
+    return jnp.stack([row_W, split_W, first_W, end_W, seq_lens_S[row_W]], axis=1), ends_S[-1:]
+
+
+def _attend_splits(
+    q_SKGd: jax.Array,
+    cache: PagedCache,
+    items_W5: jax.Array,
+    count_1: jax.Array,
+    max_splits: int,
+    *,
+    stages: int,
+    math_: TileMath,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float32 (partial [C, S, K, G, d], peak [C, S, K, G], total [C, S, K, G]): what each split leaves."""
+    num_rows, num_kv_heads, padded_group, head_dim = q_SKGd.shape
     per_row = (max_splits, num_rows, num_kv_heads, padded_group)
     tile_barrier = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
 
     def paged_decode(*refs: Any) -> None:
         _walk_items(refs, num_kv_heads, padded_group, stages, math_)
 
-    partial, peak, total = plgpu.kernel(
+    return plgpu.kernel(
         paged_decode,
         out_type=[
             jax.ShapeDtypeStruct((*per_row, head_dim), jnp.float32),
@@ -115,32 +154,7 @@ def decode_rows(
         ],
         compiler_params=COMPILER_PARAMS,
         **interpret_argument(math_.interpret),
-    )(q_SKGd, k_cache_NKbd, v_cache_NKbd, pad_tables(block_tables_SB, math_), items_W5, count_1)
-
-    padded_heads = num_kv_heads * padded_group
-    out_SPd = combine_splits(
-        partial.reshape(max_splits, num_rows, padded_heads, head_dim),
-        peak.reshape(max_splits, num_rows, padded_heads),
-        total.reshape(max_splits, num_rows, padded_heads),
-        splits.num_splits,
-        interpret=math_.interpret,
-    )
-    out_SKGd = out_SPd.reshape(num_rows, num_kv_heads, padded_group, head_dim)[:, :, :group]
-    return out_SKGd.reshape(num_rows, num_heads, head_dim)
-
-
-def _list_items(
-    splits: split_k.Splits, seq_lens_S: jax.Array, max_splits: int
-) -> tuple[jax.Array, jax.Array]:
-    """The real splits of all rows: (int32 [W, 5] of row, split, first tile, end tile, length; int32 [1], how many)."""
-    num_rows = seq_lens_S.shape[0]
-    ends_S = jnp.cumsum(splits.num_splits)
-    item_W = lax.iota(jnp.int32, num_rows * max_splits)
-    row_W = jnp.minimum((item_W[:, None] >= ends_S).sum(-1, dtype=jnp.int32), num_rows - 1)
-    split_W = item_W - (ends_S - splits.num_splits)[row_W]
-    first_W = splits.first_tile[row_W] + split_W * splits.tiles_per_split[row_W]
-    end_W = jnp.minimum(first_W + splits.tiles_per_split[row_W], splits.end_tile[row_W])
-    return jnp.stack([row_W, split_W, first_W, end_W, seq_lens_S[row_W]], axis=1), ends_S[-1:]
+    )(q_SKGd, *cache.operands(math_), items_W5, count_1)
 
 
 def _walk_items(
@@ -191,12 +205,8 @@ def _walk_items(
             def _() -> None:
                 fetch(k_ref, k_smem, k_barrier, ahead, ids)
 
-            key = tile_iota(1, math_)
             filled = length - (first + i) * math_.block_k
-            visible = key < filled
-            if math_.sliding_window is not None:
-                visible &= key >= filled - math_.sliding_window
-            weights, carry = softmax_step(scores, visible, carry, math_)
+            weights, carry = softmax_step(scores, visible_to_newest(filled, math_), carry, None, math_)
             plgpu.barrier_wait(v_barrier.at[slot])
 
             @pl.when(filled < math_.block_k)

@@ -22,16 +22,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.mosaic_gpu_dequantise import Supply, bring_tiles, raw_smem, scales_smem
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     COMPILER_PARAMS,
     ROWS,
+    PagedCache,
     TileMath,
     add_values,
     clear_unfilled,
     fetch_tile,
     interpret_argument,
     new_carry,
-    pad_tables,
     read_block_ids,
     score_tile,
     softmax_step,
@@ -40,6 +41,9 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
 from pallas_kernels.paged_attention.prefill_tiles import PrefillTiles
 
 _COMPUTING = 2  # warpgroups
+# Registers of a thread that computes and of one that loads; of one that widens numbers too.
+_REGISTERS = (240, 24)
+_REGISTERS_QUANTISED = (216, 72)
 _PROGRAMS = 132  # one for each SM of an H100 or H200
 _PROGRAMS_INTERPRETED = 2
 
@@ -51,9 +55,7 @@ def tokens_per_tile(group: int) -> int:
 
 def prefill_tiles(
     q_THd: jax.Array,
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    block_tables_SB: jax.Array,
+    cache: PagedCache,
     seq_lens_S: jax.Array,
     tiles: PrefillTiles,
     *,
@@ -63,7 +65,7 @@ def prefill_tiles(
     """Attention of the query rows of all tiles.
 
     Args:
-      q_THd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S: as in `api.ragged_paged_attention`.
+      q_THd, seq_lens_S: as in `api.ragged_paged_attention`.
       tiles: of `tokens_per_tile` query tokens.
       stages: context tiles in flight.
 
@@ -71,7 +73,7 @@ def prefill_tiles(
       (dtype of q [T, H, d], bool [T]: the rows that belong to a tile; the others hold anything).
     """
     num_tokens, num_heads, head_dim = q_THd.shape
-    num_kv_heads = k_cache_NKbd.shape[1]
+    num_kv_heads = cache.k_NKbd.shape[1]
     group = num_heads // num_kv_heads
     num_tiles = tiles.start_M.shape[0]
     tokens = ROWS // group
@@ -83,8 +85,10 @@ def prefill_tiles(
     facts_M5 = jnp.stack(
         [tiles.owner_M, tiles.start_M, tiles.position_M, tiles.rows_M, seq_lens_S[tiles.owner_M]], axis=1
     )
-    loaded = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
-    released = plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=stages)
+    slots = _slots(stages, math_)
+    by_tma = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=stages)
+    loaded = plgpu.Barrier(num_barriers=slots) if math_.is_quantised else by_tma
+    raw = [raw_smem(math_, stages), raw_smem(math_, stages), scales_smem(math_, stages + 1), by_tma, by_tma]
 
     def paged_prefill(*refs: Any) -> None:
         _run_program(refs, num_kv_heads, group, stages, math_)
@@ -98,16 +102,17 @@ def prefill_tiles(
         thread_name="warpgroup",
         scratch_types=[
             math_.smem(_COMPUTING, ROWS, head_dim),
-            *math_.tiles_smem(stages),
+            *math_.tiles_smem(slots),
             math_.weights_smem(_COMPUTING),
             loaded,
             loaded,
-            released,
-            plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=stages + 1),
+            plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=_COMPUTING, num_barriers=slots + 1),
+            *(raw if math_.is_quantised else []),
         ],
         compiler_params=COMPILER_PARAMS,
         **interpret_argument(math_.interpret),
-    )(q_KRd, k_cache_NKbd, v_cache_NKbd, pad_tables(block_tables_SB, math_), facts_M5, tiles.count[None])
+    )(q_KRd, *cache.operands(math_), facts_M5, tiles.count[None])
     # Each item has room of its own in the kernel's result, so none writes another's rows; here they come together.
     token_T = lax.iota(jnp.int32, num_tokens)
     begun_TM = (tiles.start_M <= token_T[:, None]) & (tiles.rows_M > 0)
@@ -121,6 +126,11 @@ def prefill_tiles(
     return out_RGd.at[row_TK].get(mode="promise_in_bounds").reshape(q_THd.shape), inside_T
 
 
+def _slots(stages: int, math_: TileMath) -> int:
+    """Tiles that stand ready for those that compute. Those of a quantised cache wait unwidened, in half the memory."""
+    return 1 if math_.is_quantised else stages
+
+
 def _reversed(tile: jax.Array, num_tiles: jax.Array) -> jax.Array:
     """Query tiles are worked on from the last: of a chunk it sees the most."""
     return num_tiles - 1 - tile
@@ -128,10 +138,28 @@ def _reversed(tile: jax.Array, num_tiles: jax.Array) -> jax.Array:
 
 def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: int, math_: TileMath) -> None:
     """The kernel's body."""
-    (q_ref, k_ref, v_ref, table_ref, fact_ref, count_ref, out_ref, *scratch) = refs
-    (qo_smem, k_smem, v_smem, weights_smem, k_loaded, v_loaded, k_released, v_released) = scratch
-    cleared = v_released.at[stages]  # one barrier more of the same kind costs no register
+    num_cache_refs = 5 if math_.is_quantised else 3
+    q_ref, *cache_refs = refs[: 1 + num_cache_refs]
+    (fact_ref, count_ref, out_ref, qo_smem, k_smem, v_smem, *scratch) = refs[1 + num_cache_refs :]
+    (weights_smem, k_loaded, v_loaded, k_released, v_released, *raw) = scratch
+    cache = PagedCache.from_refs(cache_refs)
+    slots = _slots(stages, math_)
+    cleared = v_released.at[slots]  # one barrier more of the same kind costs no register
+    supply = None
+    if math_.is_quantised:
+        k_raw, v_raw, scales, k_landed, v_landed = raw
+        supply = Supply(
+            stages=stages,
+            raw=(k_raw, v_raw),
+            landed=(k_landed, v_landed),
+            first_landed=0,
+            scales=scales,
+            tile=(k_smem.at[0], v_smem.at[0]),
+            ready=(k_loaded.at[0], v_loaded.at[0]),
+            released=(k_released.at[0], v_released.at[0]),
+        )
     tokens = ROWS // group
+    computing_registers, loading_registers = _REGISTERS_QUANTISED if math_.is_quantised else _REGISTERS
     warpgroup = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
     num_programs = lax.axis_size("program")
@@ -161,7 +189,7 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
 
     @pl.when(warpgroup < _COMPUTING)
     def _compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(computing_registers, action="increase")
         qo = qo_smem.at[warpgroup]
         weights = weights_smem.at[warpgroup] if math_.interpret else None
 
@@ -175,7 +203,8 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
             plgpu.commit_smem()
 
             def step(tile: jax.Array, carry: Any, *, masked: bool) -> Any:
-                slot = lax.rem(before + (tile - first), jnp.int32(stages))
+                use = before + (tile - first)
+                slot = lax.rem(use, jnp.int32(slots))
                 plgpu.barrier_wait(k_loaded.at[slot])
                 scores = score_tile(qo, k_smem.at[slot], math_)
                 plgpu.barrier_arrive(k_released.at[slot])
@@ -187,9 +216,10 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
                     visible = key <= query
                     if math_.sliding_window is not None:
                         visible &= key > query - math_.sliding_window
-                share, carry = softmax_step(scores, visible, carry, math_)
+                scales_2k = supply.scales_of(use) if supply else None
+                share, carry = softmax_step(scores, visible, carry, scales_2k, math_)
                 plgpu.barrier_wait(v_loaded.at[slot])
-                if masked:
+                if masked and not supply:
                     filled = length - tile * math_.block_k
                     unfilled = (
                         filled < math_.block_k
@@ -235,18 +265,30 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
 
     @pl.when(warpgroup == _COMPUTING)
     def _load() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(loading_registers, action="decrease")
 
         def item(number: jax.Array, before: jax.Array) -> jax.Array:
-            kv_head, row, _, _, _, first, end = locate(number)
+            kv_head, row, _, _, length, first, end = locate(number)
+            if supply:
+                return bring_tiles(
+                    supply,
+                    cache,
+                    row=row,
+                    kv_head=kv_head,
+                    first=first,
+                    end=end,
+                    length=length,
+                    before=before,
+                    math_=math_,
+                )
 
             def load(tile: jax.Array, _: None) -> None:
                 use = before + (tile - first)
                 slot = lax.rem(use, jnp.int32(stages))
-                ids = read_block_ids(table_ref, row, tile, math_)
+                ids = read_block_ids(cache.tables_SB, row, tile, math_)
                 for cache_ref, smem, loaded, released in (
-                    (k_ref, k_smem, k_loaded, k_released),
-                    (v_ref, v_smem, v_loaded, v_released),
+                    (cache.k_NKbd, k_smem, k_loaded, k_released),
+                    (cache.v_NKbd, v_smem, v_loaded, v_released),
                 ):
 
                     @pl.when(use >= stages)
@@ -261,8 +303,8 @@ def _run_program(refs: tuple[Any, ...], num_kv_heads: int, group: int, stages: i
         total = walk(item)
 
         def drain(use: jax.Array, _: None) -> None:
-            slot = lax.rem(use, jnp.int32(stages))
+            slot = lax.rem(use, jnp.int32(slots))
             plgpu.barrier_wait(k_released.at[slot])
             plgpu.barrier_wait(v_released.at[slot])
 
-        lax.fori_loop(jnp.maximum(total - stages, 0), total, drain, None)
+        lax.fori_loop(jnp.maximum(total - slots, 0), total, drain, None)

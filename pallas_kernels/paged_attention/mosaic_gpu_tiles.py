@@ -30,12 +30,37 @@ Carry = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
+class PagedCache:
+    """Arguments of `api.ragged_paged_attention`, as arrays or, in a kernel, as references to them."""
+
+    k_NKbd: Any
+    v_NKbd: Any
+    k_scale: Any
+    v_scale: Any
+    tables_SB: Any
+
+    def operands(self, math_: TileMath) -> list[jax.Array]:
+        """What a kernel gets of it; the tables are widened so that every tile finds an entry for each of its blocks."""
+        extra = -self.tables_SB.shape[1] % math_.blocks_per_tile
+        tables = jnp.pad(self.tables_SB, ((0, 0), (0, extra))) if extra else self.tables_SB
+        scales = [self.k_scale, self.v_scale] if math_.is_quantised else []
+        return [self.k_NKbd, self.v_NKbd, *scales, tables]
+
+    @staticmethod
+    def from_refs(refs: list[Any]) -> PagedCache:
+        """From references to the operands."""
+        k_ref, v_ref, *scales, table_ref = refs
+        k_scale, v_scale = scales or (None, None)
+        return PagedCache(k_ref, v_ref, k_scale, v_scale, table_ref)
+
+
+@dataclass(frozen=True)
 class TileMath:
     """The static side of a kernel's arithmetic.
 
     Attributes:
       head_dim: d; block_k: tokens a tile holds; block_size: tokens a block of the cache holds.
-      dtype: of queries and cache.
+      dtype: of queries; kv_dtype: of the cache.
       scale, soft_cap, sliding_window: as in `api.ragged_paged_attention`.
       interpret: use only what the interpreter knows: it takes the left side of wgmma from shared memory, and no
         accumulator that holds something already.
@@ -45,6 +70,7 @@ class TileMath:
     block_k: int
     block_size: int
     dtype: str
+    kv_dtype: str
     scale: float
     soft_cap: float | None
     sliding_window: int | None
@@ -53,6 +79,16 @@ class TileMath:
     @property
     def blocks_per_tile(self) -> int:
         return max(1, self.block_k // self.block_size)
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.kv_dtype != self.dtype
+
+    @property
+    def value_dtype(self) -> str:
+        """What weights and values are multiplied in. A quantised cache's weights carry its scales, whose small products
+        float16 can't hold; bfloat16 can, and holds every int8 and fp8 number exactly."""
+        return "bfloat16" if self.is_quantised else self.dtype
 
     def smem(self, *shape: int, dtype: str | None = None, most: int = 128) -> Any:
         """Shared memory in the swizzled layout that TMA and wgmma ask for: rows are cut into pieces of up to `most`
@@ -64,26 +100,21 @@ class TileMath:
         swizzling = plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
         return plgpu.SMEM(shape, jnp.dtype(dtype), transforms=(tiling, swizzling))
 
-    def tiles_smem(self, stages: int) -> tuple[Any, Any]:
-        """Shared memory for tiles of keys and of values."""
-        shape = (stages, self.block_k, self.head_dim)
+    def tiles_smem(self, *lead: int) -> tuple[Any, Any]:
+        """Shared memory for tiles of keys and of values, as wgmma takes them."""
+        shape = (*lead, self.block_k, self.head_dim)
         # wgmma sums over the rows of values in steps of a piece's width.
-        return self.smem(*shape), self.smem(*shape, most=self.block_k * jnp.dtype(self.dtype).itemsize)
+        most = self.block_k * jnp.dtype(self.value_dtype).itemsize
+        return self.smem(*shape), self.smem(*shape, dtype=self.value_dtype, most=most)
 
     def weights_smem(self, *lead: int) -> Any:
         """Where the interpreted form keeps softmax weights."""
-        return self.smem(*lead, ROWS, self.block_k) if self.interpret else None
+        return self.smem(*lead, ROWS, self.block_k, dtype=self.value_dtype) if self.interpret else None
 
 
 def interpret_argument(interpret: bool) -> dict[str, Any]:
     """Keyword of `plgpu.kernel` that runs it on the CPU."""
     return {"interpret": INTERPRET_PARAMS} if interpret else {}
-
-
-def pad_tables(block_tables_SB: jax.Array, math_: TileMath) -> jax.Array:
-    """The tables widened so that every tile finds an entry for each of its blocks."""
-    extra = -block_tables_SB.shape[1] % math_.blocks_per_tile
-    return jnp.pad(block_tables_SB, ((0, 0), (0, extra))) if extra else block_tables_SB
 
 
 def read_block_ids(table_ref: Any, row: jax.Array, tile: jax.Array, math_: TileMath) -> list[jax.Array]:
@@ -134,13 +165,19 @@ def score_tile(q_smem: Any, k_smem: Any, math_: TileMath) -> jax.Array:
 
 
 def softmax_step(
-    scores: jax.Array, visible: jax.Array | None, carry: Carry, math_: TileMath
+    scores: jax.Array, visible: jax.Array | None, carry: Carry, scales_smem: Any, math_: TileMath
 ) -> tuple[jax.Array, Carry]:
-    """(weights [64, block_k] in the cache's dtype, the carry scaled to the new peak and with the weights in its total).
+    """(weights [64, block_k] in `value_dtype`, the carry scaled to the new peak and with the weights in its total).
 
     A row whose tile is fully masked keeps its carry, bit for bit: its peak stays, and exp2(-inf) is 0.
+
+    Args:
+      scales_smem: float32 [2, block_k], the scales of the tile's keys and of its values, which the weights take over;
+        None unless the cache is quantised.
     """
     acc, peak, total = carry
+    if scales_smem is not None:
+        scores = scores * _columns(scales_smem.at[0])
     scores, unit = _scaled(scores, math_)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -148,9 +185,17 @@ def softmax_step(
     decay = jnp.exp2(peak - new_peak)
     weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
     total = total * decay + weights.sum(axis=1)
+    if scales_smem is not None:
+        weights = weights * _columns(scales_smem.at[1])
     # The registers of the float32 weights are wanted for what follows.
-    rounded, total, decay = lax.optimization_barrier((weights.astype(math_.dtype), total, decay))
+    rounded, total, decay = lax.optimization_barrier((weights.astype(math_.value_dtype), total, decay))
     return rounded, (acc * lax.broadcast_in_dim(decay, acc.shape, [0]), new_peak, total)
+
+
+def _columns(scale_smem: Any) -> jax.Array:
+    """A factor for each column of a tile of scores, [64, block_k]."""
+    scale = plgpu.load(scale_smem, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(scale, (ROWS, *scale.shape), [1])
 
 
 def _scaled(scores: jax.Array, math_: TileMath) -> tuple[jax.Array, float]:
@@ -205,6 +250,15 @@ def clear_unfilled(v_smem: Any, filled: jax.Array, math_: TileMath) -> None:
             rows = plgpu.broadcasted_iota(jnp.int32, values.shape, int(across), layout=layout)
             piece[...] = jnp.where(rows + row < filled, values, jnp.zeros_like(values))
     plgpu.commit_smem()
+
+
+def visible_to_newest(filled: jax.Array, math_: TileMath) -> jax.Array:
+    """bool [64, block_k]: what a sequence's newest token sees of a tile, whose tokens from `filled` on are not its."""
+    key = tile_iota(1, math_)
+    visible = key < filled
+    if math_.sliding_window is not None:
+        visible &= key >= filled - math_.sliding_window
+    return visible
 
 
 def tile_iota(axis: int, math_: TileMath) -> jax.Array:

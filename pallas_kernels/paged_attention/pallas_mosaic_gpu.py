@@ -6,6 +6,7 @@ for every ragged batch; one that has nothing to do ends at once.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 from pallas_kernels.paged_attention.backends import Backend
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_rows
 from pallas_kernels.paged_attention.mosaic_gpu_prefill import prefill_tiles, tokens_per_tile
-from pallas_kernels.paged_attention.mosaic_gpu_tiles import ROWS, TileMath
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import ROWS, PagedCache, TileMath
 from pallas_kernels.paged_attention.prefill_tiles import cut_chunks
 from pallas_kernels.paged_attention.spec import AttentionSpec, DeviceFacts
 from pallas_kernels.paged_attention.tuning import TuningConfig
@@ -23,6 +24,7 @@ from pallas_kernels.paged_attention.tuning import TuningConfig
 _HEAD_DIMS = (64, 96, 128, 256)
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
+_QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def check(spec: AttentionSpec, device: DeviceFacts, *, interpret: bool) -> None:
@@ -36,10 +38,10 @@ def check(spec: AttentionSpec, device: DeviceFacts, *, interpret: bool) -> None:
         raise NotImplementedError(
             f"pallas-mosaic-gpu is for compute capability 9.0, this device has {device.compute_capability}"
         )
-    if spec.dtype not in _DTYPES or spec.is_quantised:
+    if spec.dtype not in _DTYPES or spec.kv_dtype not in (spec.dtype, *_QUANTISED):
         raise NotImplementedError(
-            f"pallas-mosaic-gpu takes queries and a cache of one dtype, {' or '.join(_DTYPES)}; "
-            f"got {spec.dtype} with a cache of {spec.kv_dtype}"
+            f"pallas-mosaic-gpu supports queries of {' or '.join(_DTYPES)} over a cache of the same dtype or of "
+            f"{', '.join(_QUANTISED)}; not {spec.dtype} over {spec.kv_dtype}"
         )
     if spec.head_dim not in _HEAD_DIMS:
         raise NotImplementedError(
@@ -75,6 +77,7 @@ def ragged_paged_attention(
     """See `api.ragged_paged_attention`."""
     num_tokens, num_heads, _ = q_THd.shape
     num_rows = min(num_tokens, seq_lens_S.shape[0])
+    cache = PagedCache(k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, block_tables_SB)
     group = num_heads // k_cache_NKbd.shape[1]
     decodes = lax.iota(jnp.int32, num_rows) < num_decodes
     features: dict[str, Any] = {
@@ -85,9 +88,7 @@ def ragged_paged_attention(
     }
     decoded = _decode(
         q_THd[:num_rows],
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB[:num_rows],
+        dataclasses.replace(cache, tables_SB=block_tables_SB[:num_rows]),
         jnp.where(decodes, seq_lens_S[:num_rows], 0),
         **features,
     )
@@ -102,13 +103,11 @@ def ragged_paged_attention(
     tuning = _tuning(backend)
     prefilled, inside_T = prefill_tiles(
         q_THd,
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB,
+        cache,
         seq_lens_S,
         tiles,
         stages=tuning.prefill_stages,
-        math_=_math(q_THd, k_cache_NKbd, tuning.prefill_block_k, **features),
+        math_=_math(q_THd, cache, tuning.prefill_block_k, **features),
     )
     decoded = jnp.pad(decoded, ((0, num_tokens - num_rows), (0, 0), (0, 0)))
     return jnp.where(inside_T[:, None, None], prefilled, decoded)
@@ -133,9 +132,7 @@ def paged_decode(
     real = lax.iota(jnp.int32, q_SHd.shape[0]) < num_seqs
     return _decode(
         q_SHd,
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB,
+        PagedCache(k_cache_NKbd, v_cache_NKbd, k_scale, v_scale, block_tables_SB),
         jnp.where(real, seq_lens_S, 0),
         scale=scale,
         backend=backend,
@@ -146,9 +143,7 @@ def paged_decode(
 
 def _decode(
     q_SHd: jax.Array,
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    block_tables_SB: jax.Array,
+    cache: PagedCache,
     seq_lens_S: jax.Array,
     *,
     backend: Backend,
@@ -158,21 +153,19 @@ def _decode(
     tuning = _tuning(backend)
     out = decode_rows(
         q_SHd,
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB,
+        cache,
         seq_lens_S,
         stages=tuning.decode_stages,
         split_tokens=tuning.split_tokens,
         max_splits=backend.max_splits,
-        math_=_math(q_SHd, k_cache_NKbd, tuning.decode_block_k, backend=backend, **features),
+        math_=_math(q_SHd, cache, tuning.decode_block_k, backend=backend, **features),
     )
     return out.astype(q_SHd.dtype)
 
 
 def _math(
     q: jax.Array,
-    cache_NKbd: jax.Array,
+    cache: PagedCache,
     block_k: int,
     *,
     scale: float,
@@ -183,8 +176,9 @@ def _math(
     return TileMath(
         head_dim=q.shape[2],
         block_k=block_k,
-        block_size=cache_NKbd.shape[2],
+        block_size=cache.k_NKbd.shape[2],
         dtype=str(q.dtype),
+        kv_dtype=str(cache.k_NKbd.dtype),
         scale=scale,
         soft_cap=soft_cap,
         sliding_window=sliding_window,

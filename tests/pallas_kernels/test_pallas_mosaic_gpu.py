@@ -17,16 +17,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import (
     H200,
     AttentionSpec,
-    Backend,
     DeviceFacts,
-    mosaic_gpu_tiles,
     ragged_paged_attention,
     resolve_backend,
 )
+from tests.pallas_kernels.mosaic import (
+    INTERPRETED,
+    MAX_SPLITS,
+    SEARCH_RACES,
+    assert_matches,
+    found_races,
+    interpreted,
+    mixed_batch,
+    run_exactly,
+    search_races,
+)
 from tests.pallas_kernels.problems import (
-    Problem,
     appended_to,
-    backend_for,
     expected,
     in_dtype,
     make_problem,
@@ -34,49 +41,6 @@ from tests.pallas_kernels.problems import (
     run,
     run_decode,
 )
-
-INTERPRETED = "pallas-mosaic-gpu-interpret"
-MAX_SPLITS = 3
-
-
-def interpreted(problem: Problem, *, max_splits: int = MAX_SPLITS) -> Backend:
-    """The backend with tiles and splits so small that a test's contexts have several."""
-    backend = backend_for(INTERPRETED, problem)
-    assert backend.tuning is not None
-    tuning = backend.tuning
-    tuning = dataclasses.replace(
-        tuning,
-        split_tokens=64,
-        decode_block_k=min(64, tuning.decode_block_k),
-        prefill_block_k=min(64, tuning.prefill_block_k),
-    )
-    return dataclasses.replace(backend, tuning=tuning, max_splits=max_splits)
-
-
-def assert_matches(problem: Problem, backend: Backend | None = None) -> None:
-    out = run(problem, backend or interpreted(problem))
-    real = problem.cu_q_lens[problem.num_seqs]
-    assert not out[real:].any(), "padding rows are 0"
-    truth = expected(problem)
-    assert np.abs(out[:real] - truth[:real]).max() <= 1e-2 * np.abs(truth).max()
-
-
-def mixed_batch(*, group: int, block_size: int, head_dim: int, kv_heads: int = 1, **features) -> Problem:
-    """Decode rows of several splits and of one, and chunks that fill no tile; the padding queries are NaN."""
-    problem = make_problem(
-        np.random.default_rng(group),
-        contexts=[330, 6, 63, 130, 0],
-        query_lens=[1, 1, 1, 25, 67],
-        heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        pad_tokens=3,
-        pad_seqs=1,
-        pad_blocks=1,
-    )
-    problem.q[-3:] = np.nan
-    return dataclasses.replace(problem, **features)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +63,8 @@ def test_matches_reference(dtype, kv_heads, group, head_dim, block_size, window,
         sliding_window=window,
         soft_cap=cap,
     )
-    assert_matches(in_dtype(problem, dtype))
+    problem = in_dtype(problem, dtype)
+    assert_matches(problem, run(problem, interpreted(problem)))
 
 
 LENGTHS = st.lists(
@@ -120,25 +85,13 @@ def test_ragged_lengths(seed, lengths) -> None:
         block_size=32,
     )
     problem = padded_to(in_dtype(problem, "bfloat16"), tokens=4 * 43 + 1, seqs=5, width=9, blocks=40)
-    assert_matches(dataclasses.replace(problem, sliding_window=90))
-
-
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies with BLAS, where a row's float32 sum depends on its place in the matrix; a wgmma's
-    does not."""
-    matmul = np.matmul
-
-    def exact(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-        return matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
-
-    monkeypatch.setattr(np, "matmul", exact)
+    problem = dataclasses.replace(problem, sliding_window=90)
+    assert_matches(problem, run(problem, interpreted(problem)))
 
 
 SHAPE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 32}
 
 
-@pytest.mark.usefixtures("exact_products")
 def test_a_row_does_not_depend_on_its_batch_mates() -> None:
     """Bit for bit: alone, last of many, in other paddings."""
     rng = np.random.default_rng(7)
@@ -149,22 +102,21 @@ def test_a_row_does_not_depend_on_its_batch_mates() -> None:
         alone = padded_to(alone, tokens=40, seqs=1, width=8, blocks=12)
         together = padded_to(together, tokens=70, seqs=4, width=12, blocks=40)
         np.testing.assert_array_equal(
-            run(alone, interpreted(alone))[:query_len],
-            run(together, interpreted(together))[row : row + query_len],
+            run_exactly(alone, interpreted(alone))[:query_len],
+            run_exactly(together, interpreted(together))[row : row + query_len],
         )
 
 
-@pytest.mark.usefixtures("exact_products")
 def test_a_row_does_not_depend_on_how_its_prompt_was_cut() -> None:
     """Bit for bit: a prompt's last rows as part of one chunk, and as a chunk of their own."""
     whole = make_problem(np.random.default_rng(8), contexts=[0], query_lens=[150], **SHAPE)
     whole = dataclasses.replace(in_dtype(whole, "bfloat16"), sliding_window=100)
-    out = run(whole, interpreted(whole))
+    out = run_exactly(whole, interpreted(whole))
     for count in (97, 2):
         q = np.zeros_like(whole.q)
         q[:count] = whole.q[-count:]
         part = dataclasses.replace(whole, q=q, cu_q_lens=np.array([0, count], np.int32))
-        np.testing.assert_array_equal(run(part, interpreted(part))[:count], out[-count:])
+        np.testing.assert_array_equal(run_exactly(part, interpreted(part))[:count], out[-count:])
 
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:
@@ -188,28 +140,16 @@ def test_decode_is_the_ragged_case_of_single_rows() -> None:
     assert not fewer[2:].any(), "rows from num_seqs on are 0"
 
 
-SEARCH_RACES = plgpu.InterpretGPUParams(detect_races=True)
-
-
-def found_races() -> bool:
-    """Whether the kernel that ran last had any: the interpreter prints them, and raises nothing."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return gpu_callbacks.get_races().races_found
-
-
 @pytest.mark.parametrize("only", ["decode", "prefill"])
-def test_no_races(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_gpu_tiles, "INTERPRET_PARAMS", SEARCH_RACES)
+def test_no_races(only: str) -> None:
     contexts, query_lens = ([250, 130, 70], [1, 1, 1]) if only == "decode" else ([150, 0], [30, 50])
     problem = make_problem(np.random.default_rng(4), contexts=contexts, query_lens=query_lens, **SHAPE)
     problem = in_dtype(problem, "bfloat16")
-    # Another backend than any test's without the search: jit's cache must not serve their program.
     backend = interpreted(problem, max_splits=MAX_SPLITS - 1)
     truth = expected(problem)
-    out = run_decode(problem, backend) if only == "decode" else run(problem, backend)
+    out, raced = search_races(problem, backend, only_decode=only == "decode")
     assert np.abs(out - truth).max() <= 1e-2 * np.abs(truth).max()
-    assert not found_races()
+    assert not raced
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -278,6 +218,8 @@ def test_says_what_it_does_not_run() -> None:
     refuse("compute capability 9.0", DeviceFacts("gpu", (8, 0), 108))
     refuse("compute capability 9.0", DeviceFacts("gpu", (10, 0), 148))
     refuse("bfloat16 or float16", dtype="float32", kv_dtype="float32")
+    refuse("not float32 over int8", dtype="float32", kv_dtype="int8")
+    refuse("not bfloat16 over float16", kv_dtype="float16")
     refuse("head_dim 64, 96, 128, 256, not 80", head_dim=80)
     refuse("block sizes 8, 16, 32, 64, 128, not 24", block_size=24)
     refuse("up to 64 query heads", num_heads=128, num_kv_heads=1)

@@ -1,0 +1,200 @@
+"""int8 and fp8 caches in the Mosaic GPU backend, proved as `test_pallas_mosaic_gpu` proves the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import H200, AttentionSpec, ragged_paged_attention, resolve_backend
+from tests.pallas_kernels.mosaic import (
+    MAX_SPLITS,
+    assert_matches,
+    interpreted,
+    interpreter_process,
+    mixed_batch,
+    run_exactly,
+    search_races,
+)
+from tests.pallas_kernels.problems import (
+    Problem,
+    appended_to,
+    expected,
+    in_dtype,
+    make_problem,
+    padded_to,
+    quantised,
+    run,
+    run_decode,
+)
+
+SHAPE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 16}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    with interpreter_process() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "per", "group", "head_dim", "block_size", "window", "cap"),
+    [
+        ("bfloat16", "int8", "both", 1, 64, 16, None, None),
+        ("float16", "float8_e4m3fn", "block", 3, 64, 8, 50, None),
+        ("bfloat16", "float8_e5m2", "head", 4, 128, 32, None, 3.0),
+        ("bfloat16", "int8", "block", 7, 64, 128, 100, 1.5),
+        ("bfloat16", "float8_e4m3fn", "both", 8, 256, 64, None, None),
+        ("float16", "int8", "head", 16, 96, 32, 1, None),
+    ],
+)
+def test_matches_reference(
+    interpreter, dtype, kv_dtype, per, group, head_dim, block_size, window, cap
+) -> None:
+    problem = mixed_batch(
+        group=group,
+        block_size=block_size,
+        head_dim=head_dim,
+        kv_heads=2,
+        sliding_window=window,
+        soft_cap=cap,
+    )
+    problem = quantised(in_dtype(problem, dtype), kv_dtype, np.random.default_rng(1), per=per)
+    assert problem.v_scale is not None
+    # So small that float16 could not hold a weight times a scale.
+    problem = dataclasses.replace(problem, v_scale=problem.v_scale * np.float32(1e-4))
+    assert_matches(problem, interpreter.submit(run, problem, interpreted(problem)).result())
+
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(0, 200), st.sampled_from([1, 1, 2, 21, 42, 43])), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
+def test_ragged_lengths(interpreter, seed, lengths) -> None:
+    problem = make_problem(
+        np.random.default_rng(seed),
+        contexts=[context for context, _ in lengths],
+        query_lens=[queries for _, queries in lengths],
+        heads=6,
+        kv_heads=2,
+        head_dim=64,
+        block_size=32,
+    )
+    problem = padded_to(in_dtype(problem, "bfloat16"), tokens=4 * 43 + 1, seqs=5, width=9, blocks=40)
+    problem = quantised(problem, "float8_e4m3fn", np.random.default_rng(seed), per="both")
+    problem = dataclasses.replace(problem, sliding_window=90)
+    assert_matches(problem, interpreter.submit(run, problem, interpreted(problem)).result())
+
+
+def test_a_row_does_not_depend_on_its_batch_mates(interpreter) -> None:
+    """Bit for bit: alone, last of many, in other paddings."""
+    rng = np.random.default_rng(7)
+    mates = make_problem(rng, contexts=[250, 90], query_lens=[1, 30], **SHAPE)
+    for query_len in (1, 37):
+        alone = make_problem(rng, contexts=[170], query_lens=[query_len], **SHAPE)
+        scales = np.random.default_rng(8)
+        mates8, alone8 = (by_block(problem, "int8", scales) for problem in (mates, alone))
+        together, row = appended_to(mates8, alone8)
+        together = dataclasses.replace(
+            together,
+            k_scale=np.concatenate([mates8.k_scale, alone8.k_scale]),
+            v_scale=np.concatenate([mates8.v_scale, alone8.v_scale]),
+        )
+        alone_padded = padded_to(alone8, tokens=40, seqs=1, width=14, blocks=len(alone8.k_cache))
+        together = padded_to(together, tokens=70, seqs=4, width=20, blocks=len(together.k_cache))
+        np.testing.assert_array_equal(
+            interpreter.submit(run_exactly, alone_padded, interpreted(alone_padded)).result()[:query_len],
+            interpreter.submit(run_exactly, together, interpreted(together)).result()[row : row + query_len],
+        )
+
+
+def test_a_row_does_not_depend_on_how_its_prompt_was_cut(interpreter) -> None:
+    """Bit for bit: a prompt's last rows as part of one chunk, and as a chunk of their own."""
+    whole = make_problem(np.random.default_rng(8), contexts=[0], query_lens=[150], **SHAPE)
+    whole = dataclasses.replace(by_block(whole, "int8", np.random.default_rng(9)), sliding_window=100)
+    out = interpreter.submit(run_exactly, whole, interpreted(whole)).result()
+    for count in (97, 2):
+        q = np.zeros_like(whole.q)
+        q[:count] = whole.q[-count:]
+        part = dataclasses.replace(whole, q=q, cu_q_lens=np.array([0, count], np.int32))
+        found = interpreter.submit(run_exactly, part, interpreted(part)).result()
+        np.testing.assert_array_equal(found[:count], out[-count:])
+
+
+def test_decode_is_the_ragged_case_of_single_rows(interpreter) -> None:
+    problem = make_problem(
+        np.random.default_rng(3),
+        contexts=[0, 63, 64, 250],
+        query_lens=[1] * 4,
+        pad_seqs=2,
+        pad_tokens=2,
+        **SHAPE,
+    )
+    problem = by_block(problem, "float8_e4m3fn", np.random.default_rng(4))
+    backend = interpreted(problem)
+    out = interpreter.submit(run_decode, problem, backend).result()
+    assert_matches(problem, out)
+    np.testing.assert_array_equal(out, interpreter.submit(run, problem, backend).result())
+
+
+@pytest.mark.parametrize("only", ["decode", "prefill"])
+def test_no_races(interpreter, only: str) -> None:
+    contexts, query_lens = ([250, 130, 70], [1, 1, 1]) if only == "decode" else ([150, 0], [30, 50])
+    problem = make_problem(np.random.default_rng(4), contexts=contexts, query_lens=query_lens, **SHAPE)
+    problem = by_block(problem, "float8_e4m3fn", np.random.default_rng(5))
+    backend = interpreted(problem, max_splits=MAX_SPLITS - 1)
+    out, raced = interpreter.submit(search_races, problem, backend, only_decode=only == "decode").result()
+    truth = expected(problem)
+    assert np.abs(out - truth).max() <= 1e-2 * np.abs(truth).max()
+    assert not raced
+
+
+def by_block(problem: Problem, kv_dtype: str, rng: np.random.Generator) -> Problem:
+    return quantised(in_dtype(problem, "bfloat16"), kv_dtype, rng, per="block")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "head_dim", "group", "block_size", "features"),
+    [
+        ("bfloat16", "int8", 64, 3, 8, {}),
+        ("bfloat16", "float8_e4m3fn", 64, 7, 128, {"sliding_window": 100, "soft_cap": 30.0}),
+        ("float16", "int8", 96, 16, 16, {}),
+        ("bfloat16", "int8", 128, 4, 32, {"sliding_window": 100}),
+        ("float16", "float8_e5m2", 256, 1, 64, {"soft_cap": 30.0}),
+    ],
+)
+def test_lowers_for_an_h200(dtype, kv_dtype, head_dim, group, block_size, features) -> None:
+    spec = AttentionSpec(2 * group, 2, head_dim, block_size, dtype, kv_dtype)
+    backend = resolve_backend("pallas-mosaic-gpu", spec=spec, device=H200)
+    array = jax.ShapeDtypeStruct
+    cache = array((1000, 2, block_size, head_dim), kv_dtype)
+
+    def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, **arguments) -> jax.Array:
+        return ragged_paged_attention(
+            q, k_cache, v_cache, scale=0.1, backend=backend, **arguments, **features
+        )
+
+    traced = jax.jit(call).trace(
+        array((64, spec.num_heads, head_dim), dtype),
+        cache,
+        cache,
+        block_tables_SB=array((8, 33), jnp.int32),
+        seq_lens_S=array((8,), jnp.int32),
+        cu_q_lens=array((9,), jnp.int32),
+        num_decodes=array((), jnp.int32),
+        num_seqs=array((), jnp.int32),
+        k_scale=array((1000, 1), jnp.float32),
+        v_scale=array((1, 2), jnp.float32),
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3, "decode, the sum of its splits, prefill"
