@@ -221,6 +221,8 @@ def padded_to(problem: Problem, *, tokens: int, seqs: int, width: int, blocks: i
         q=np.pad(problem.q, ((0, tokens - len(problem.q)), (0, 0), (0, 0))),
         k_cache=_more_blocks(problem.k_cache, blocks),
         v_cache=_more_blocks(problem.v_cache, blocks),
+        k_scale=_more_scales(problem.k_scale, blocks),
+        v_scale=_more_scales(problem.v_scale, blocks),
         block_tables=np.pad(problem.block_tables, ((0, more), (0, width - problem.block_tables.shape[1]))),
         seq_lens=np.pad(problem.seq_lens, (0, more)),
         cu_q_lens=np.pad(problem.cu_q_lens, (0, more), mode="edge"),
@@ -228,7 +230,10 @@ def padded_to(problem: Problem, *, tokens: int, seqs: int, width: int, blocks: i
 
 
 def appended_to(mates: Problem, alone: Problem) -> tuple[Problem, int]:
-    """`alone`, a single sequence, in a batch behind those of `mates`: (the batch, its first query row there)."""
+    """`alone`, a single sequence, in a batch behind those of `mates`: (the batch, its first query row there).
+
+    A quantised cache has scales by block.
+    """
     count = int(alone.cu_q_lens[1])
     position = mates.num_decodes if count == 1 else mates.num_seqs
     row = int(mates.cu_q_lens[position])
@@ -242,6 +247,8 @@ def appended_to(mates: Problem, alone: Problem) -> tuple[Problem, int]:
         q=np.insert(mates.q, [row] * count, alone.q[:count], axis=0),
         k_cache=np.concatenate([mates.k_cache, alone.k_cache]),
         v_cache=np.concatenate([mates.v_cache, alone.v_cache]),
+        k_scale=_joined_scales(mates.k_scale, alone.k_scale),
+        v_scale=_joined_scales(mates.v_scale, alone.v_scale),
         block_tables=np.insert(widen(mates.block_tables), position, moved, axis=0),
         seq_lens=np.insert(mates.seq_lens, position, alone.seq_lens[0]),
         cu_q_lens=cu.astype(np.int32),
@@ -254,3 +261,14 @@ def appended_to(mates: Problem, alone: Problem) -> tuple[Problem, int]:
 def _more_blocks(cache: np.ndarray, blocks: int) -> np.ndarray:
     extra = np.full((blocks - len(cache), *cache.shape[1:]), np.nan, np.float32)
     return np.concatenate([cache, extra])
+
+
+def _more_scales(scale: np.ndarray | None, blocks: int) -> np.ndarray | None:
+    """Unused blocks have NaN for a scale."""
+    if scale is None or len(scale) == 1:
+        return scale
+    return np.pad(scale, ((0, blocks - len(scale)), (0, 0)), constant_values=np.nan)
+
+
+def _joined_scales(mates: np.ndarray | None, alone: np.ndarray | None) -> np.ndarray | None:
+    return None if mates is None or alone is None else np.concatenate([mates, alone])

@@ -37,9 +37,9 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
 
 _BLOCKS = 132  # one for each SM of an H100 or H200
 _BLOCKS_INTERPRETED = 2
-# Of the 128 for each thread that two pairs of warpgroups start with.
-_COMPUTING_REGISTERS, _BRINGING_REGISTERS = 176, 80
-_MOST_COLUMNS = 128  # of a result that leave at a time, as shared memory is scarce
+_PAIRS = 2
+# Of the 128 for each thread that a block of this size starts with.
+_COMPUTING_REGISTERS, _BRINGING_REGISTERS = 160, 96
 
 
 def attend_quantised_splits(
@@ -63,10 +63,9 @@ def attend_quantised_splits(
       float32 (partial [C, S, K, G, d], peak [C, S, K, G], total [C, S, K, G]).
     """
     num_rows, num_kv_heads, group, head_dim = q_SKGd.shape
-    pairs = 2 if head_dim <= 128 else 1
     per_row = (max_splits, num_rows, num_kv_heads, group)
-    landed = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=pairs * stages)
-    handed = plgpu.Barrier(num_barriers=pairs)
+    landed = plgpu.Barrier(num_arrivals=math_.blocks_per_tile, num_barriers=_PAIRS * stages)
+    handed = plgpu.Barrier(num_barriers=_PAIRS)
 
     def paged_decode(*refs: Any) -> None:
         _run_block(refs, stages, math_)
@@ -80,24 +79,24 @@ def attend_quantised_splits(
         ],
         grid=(_BLOCKS_INTERPRETED if math_.interpret else _BLOCKS,),
         grid_names=("block",),
-        num_threads=2 * pairs,
+        num_threads=2 * _PAIRS,
         thread_name="warpgroup",
         scratch_types=[
-            math_.smem(pairs, ROWS, head_dim),
-            raw_smem(math_, pairs, stages),
-            raw_smem(math_, pairs, stages),
-            scales_smem(math_, pairs, stages + 1),
+            math_.smem(_PAIRS, ROWS, head_dim),
+            raw_smem(math_, _PAIRS, stages),
+            raw_smem(math_, _PAIRS, stages),
+            scales_smem(math_, _PAIRS, stages + 1),
             # The result leaves through the memory that the last tile stood in.
             plgpu.RefUnion(
-                math_.tiles_smem(pairs),
+                math_.tiles_smem(_PAIRS),
                 (
-                    math_.smem(pairs, ROWS, min(head_dim, _MOST_COLUMNS), dtype="float32"),
-                    plgpu.SMEM((pairs, ROWS), jnp.float32),
-                    plgpu.SMEM((pairs, ROWS), jnp.float32),
+                    math_.smem(_PAIRS, ROWS, head_dim, dtype="float32"),
+                    plgpu.SMEM((_PAIRS, ROWS), jnp.float32),
+                    plgpu.SMEM((_PAIRS, ROWS), jnp.float32),
                 ),
             ),
-            math_.weights_smem(pairs),
-            plgpu.Barrier(num_barriers=pairs),
+            math_.weights_smem(_PAIRS),
+            plgpu.Barrier(num_barriers=_PAIRS),
             landed,
             landed,
             handed,
@@ -119,11 +118,10 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
     (q_barrier, k_landed, v_landed, k_ready, v_ready, k_released, v_released) = barriers
     (k_tile, v_tile), (out_smem, peak_smem, total_smem) = union
     num_kv_heads, group = q_ref.shape[1:3]
-    pairs = q_smem.shape[0]
     warpgroup = lax.axis_index("warpgroup")
-    pair = lax.rem(warpgroup, jnp.int32(pairs))
-    program = lax.axis_index("block") * pairs + pair
-    num_programs = lax.axis_size("block") * pairs
+    pair = lax.rem(warpgroup, jnp.int32(_PAIRS))
+    program = lax.axis_index("block") * _PAIRS + pair
+    num_programs = lax.axis_size("block") * _PAIRS
     count = count_ref[0] * num_kv_heads
     mine = lax.div(jnp.maximum(count - program, 0) + (num_programs - 1), jnp.int32(num_programs))
     cache = PagedCache.from_refs(cache_refs)
@@ -144,10 +142,9 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
         entry = lax.div(number, jnp.int32(num_kv_heads))
         return (lax.rem(number, jnp.int32(num_kv_heads)), *(item_ref[entry, j] for j in range(5)))
 
-    @pl.when(warpgroup < pairs)
+    @pl.when(warpgroup < _PAIRS)
     def _compute() -> None:
-        if pairs > 1:
-            plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
         q = q_smem.at[pair]
         weights_of_pair = weights_smem.at[pair] if math_.interpret else None
 
@@ -180,27 +177,22 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
             acc, peak, total = lax.fori_loop(first, end, step, new_carry(math_))
             peak_smem.at[pair][...] = peak
             total_smem.at[pair][...] = total
+            out_smem.at[pair][...] = acc
+            plgpu.commit_smem()
             real = pl.ds(0, group)
-            width = out_smem.shape[2]
-            for column in range(0, math_.head_dim, width):
-                out_smem.at[pair][...] = acc[:, column : column + width]
-                plgpu.commit_smem()
-                to = partial_ref.at[split, row, kv_head, :, pl.ds(column, width)]
-                plgpu.copy_smem_to_gmem(out_smem.at[pair, real], to)
-                if not column:
-                    plgpu.copy_smem_to_gmem(peak_smem.at[pair, real], peak_ref.at[split, row, kv_head])
-                    plgpu.copy_smem_to_gmem(total_smem.at[pair, real], total_ref.at[split, row, kv_head])
-                plgpu.wait_smem_to_gmem(0)
+            plgpu.copy_smem_to_gmem(out_smem.at[pair, real], partial_ref.at[split, row, kv_head])
+            plgpu.copy_smem_to_gmem(peak_smem.at[pair, real], peak_ref.at[split, row, kv_head])
+            plgpu.copy_smem_to_gmem(total_smem.at[pair, real], total_ref.at[split, row, kv_head])
+            plgpu.wait_smem_to_gmem(0)
             for released in supply.released:
                 plgpu.barrier_arrive(released)
             return before + (end - first)
 
         lax.fori_loop(0, mine, item, jnp.int32(0))
 
-    @pl.when(warpgroup >= pairs)
+    @pl.when(warpgroup >= _PAIRS)
     def _bring() -> None:
-        if pairs > 1:
-            plgpu.set_max_registers(_BRINGING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(_BRINGING_REGISTERS, action="decrease")
 
         def item(index: jax.Array, before: jax.Array) -> jax.Array:
             kv_head, row, _, first, end, length = locate(index)

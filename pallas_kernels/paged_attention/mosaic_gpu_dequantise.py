@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import PagedCache, TileMath, fetch_tile, read_block_ids
 
-_WIDEN_ROWS, _WIDEN_COLUMNS = 32, 128  # at a time, as registers are scarce
+_WIDEN_ROWS = 32  # at a time, as registers are scarce
 _VECTOR = 8  # numbers that a thread widens at once
 
 
@@ -133,7 +133,7 @@ def bring_tiles(
                 fetch(which, ahead, ids)
 
         @pl.when(ahead < tiles)
-        def _() -> None:
+        def note() -> None:
             note_scales(ahead, ids)
 
     lax.fori_loop(0, tiles, step, None)
@@ -171,20 +171,17 @@ def _spread(
 def _widen(raw_smem: Any, tile_smem: Any, filled: jax.Array | None, math_: TileMath) -> None:
     """A tile of the cache in the dtype of `tile_smem`, there; 0 from row `filled` on. Ends with a commit."""
     layout = _layout(math_)
-    height = min(math_.block_k, _WIDEN_ROWS)
-    width = min(math_.head_dim, _WIDEN_COLUMNS)
-    for row in range(0, math_.block_k, height):
-        for column in range(0, math_.head_dim, width):
-            piece = (pl.ds(row, height), pl.ds(column, width))
-            numbers = plgpu.load(raw_smem.at[piece], layout=layout)
-            if math_.kv_dtype != "int8":
-                # No instruction makes bfloat16 of fp8.
-                numbers = numbers.astype(jnp.float16).astype(jnp.float32)
-            numbers = numbers.astype(tile_smem.dtype)
-            if filled is not None:
-                rows = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
-                numbers = jnp.where(rows + row < filled, numbers, jnp.zeros_like(numbers))
-            tile_smem.at[piece][...] = numbers
+    for row in range(0, math_.block_k, _WIDEN_ROWS):
+        piece = pl.ds(row, _WIDEN_ROWS)
+        numbers = plgpu.load(raw_smem.at[piece], layout=layout)
+        if math_.kv_dtype != "int8":
+            # No instruction makes bfloat16 of fp8.
+            numbers = numbers.astype(jnp.float16).astype(jnp.float32)
+        numbers = numbers.astype(tile_smem.dtype)
+        if filled is not None:
+            rows = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
+            numbers = jnp.where(rows + row < filled, numbers, jnp.zeros_like(numbers))
+        tile_smem.at[piece][...] = numbers
     plgpu.commit_smem()
 
 

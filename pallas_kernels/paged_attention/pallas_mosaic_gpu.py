@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.spec import AttentionSpec, DeviceFacts
 from pallas_kernels.paged_attention.tuning import TuningConfig
 
 _HEAD_DIMS = (64, 96, 128, 256)
+_MOST_HEAD_DIM_QUANTISED = 128
 _BLOCK_SIZES = (8, 16, 32, 64, 128)
 _DTYPES = ("bfloat16", "float16")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -46,6 +47,12 @@ def check(spec: AttentionSpec, device: DeviceFacts, *, interpret: bool) -> None:
     if spec.head_dim not in _HEAD_DIMS:
         raise NotImplementedError(
             f"pallas-mosaic-gpu supports head_dim {', '.join(map(str, _HEAD_DIMS))}, not {spec.head_dim}"
+        )
+    if spec.is_quantised and spec.head_dim > _MOST_HEAD_DIM_QUANTISED:
+        # Threads that compute prefill need more registers than those that widen numbers beside them leave.
+        raise NotImplementedError(
+            f"pallas-mosaic-gpu supports caches of {', '.join(_QUANTISED)} up to head_dim {_MOST_HEAD_DIM_QUANTISED}, "
+            f"not {spec.head_dim}"
         )
     if spec.block_size not in _BLOCK_SIZES:
         raise NotImplementedError(

@@ -88,17 +88,19 @@ def _on_hopper(backend: str) -> Iterator[KernelCase]:
             yield KernelCase(*where, model, block_size)
     yield KernelCase(*where, "gemma2-9b", windowed=True)
     # What Mosaic does not take goes to Triton.
-    may_refuse = backend == "pallas-mosaic-gpu"
+    is_mosaic = backend == "pallas-mosaic-gpu"
     for model in ("llama3-8b", "smollm2-135m", "gemma2-9b"):
         yield KernelCase(*where, model, function="decode")
         yield KernelCase(*where, model, dtype="float16", kv_dtype="float16")
-        yield KernelCase(*where, model, kv_dtype="int8", may_refuse=may_refuse)
-        yield KernelCase(*where, model, kv_dtype="float8_e4m3fn", may_refuse=may_refuse)
-        yield KernelCase(*where, model, dtype="float32", kv_dtype="float32", may_refuse=may_refuse)
-    yield KernelCase(*where, "llama3-8b", kv_dtype="float8_e5m2", may_refuse=may_refuse)
-    yield KernelCase(*where, "llama3-8b", 128, kv_dtype="int8", may_refuse=may_refuse)
-    yield KernelCase(*where, "llama3-8b", 128, kv_dtype="float8_e4m3fn", may_refuse=may_refuse)
-    yield KernelCase(*where, "llama3-8b", dtype="float16", kv_dtype="int8", may_refuse=may_refuse)
+        large = is_mosaic and HEADS[model].head_dim > 128
+        yield KernelCase(*where, model, kv_dtype="int8", may_refuse=large)
+        yield KernelCase(*where, model, kv_dtype="float8_e4m3fn", may_refuse=large)
+        yield KernelCase(*where, model, dtype="float32", kv_dtype="float32", may_refuse=is_mosaic)
+    yield KernelCase(*where, "phi3-mini", kv_dtype="int8")
+    yield KernelCase(*where, "llama3-8b", kv_dtype="float8_e5m2")
+    yield KernelCase(*where, "llama3-8b", 128, kv_dtype="int8")
+    yield KernelCase(*where, "llama3-8b", 128, kv_dtype="float8_e4m3fn")
+    yield KernelCase(*where, "llama3-8b", dtype="float16", kv_dtype="int8")
 
 
 def _on_ampere() -> Iterator[KernelCase]:

@@ -35,11 +35,19 @@ def interpreted(problem: Problem, *, max_splits: int = MAX_SPLITS) -> Backend:
     return dataclasses.replace(backend, tuning=tuning, max_splits=max_splits)
 
 
-def mixed_batch(*, group: int, block_size: int, head_dim: int, kv_heads: int = 1, **features) -> Problem:
+def mixed_batch(
+    *,
+    group: int,
+    block_size: int,
+    head_dim: int,
+    kv_heads: int = 1,
+    contexts: tuple[int, ...] = (330, 6, 63, 130, 0),
+    **features,
+) -> Problem:
     """Decode rows of several splits and of one, and chunks that fill no tile; the padding queries are NaN."""
     problem = make_problem(
         np.random.default_rng(group),
-        contexts=[330, 6, 63, 130, 0],
+        contexts=list(contexts),
         query_lens=[1, 1, 1, 25, 67],
         heads=kv_heads * group,
         kv_heads=kv_heads,
@@ -106,7 +114,7 @@ def interpreter_process() -> Iterator[ProcessPoolExecutor]:
     """A process of its own: the interpreter gives each warpgroup a thread, and one that waits at a barrier holds one of
     XLA's too, of which there are as many as cores. With two, four warpgroups can wait for each other for ever."""
     before = os.environ.get("PJRT_NPROC")
-    os.environ["PJRT_NPROC"] = "16"  # a process reads it when it makes its first array
+    os.environ["PJRT_NPROC"] = "5"  # a process reads it when it makes its first array
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             pool.submit(os.getpid).result()

@@ -40,6 +40,10 @@ def test_auto_takes_the_fastest_that_can() -> None:
     assert chosen(device=CPU) == "xla"
     assert chosen(dtype="float32", kv_dtype="float32") == "pallas-triton"
     assert chosen(device=DeviceFacts("tpu")) == "xla"
+    for kv_dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        assert chosen(kv_dtype=kv_dtype) == "pallas-mosaic-gpu"
+        assert chosen(kv_dtype=kv_dtype, head_dim=256) == "pallas-triton"
+        assert chosen(kv_dtype=kv_dtype, dtype="float32") == "pallas-triton"
 
 
 def test_what_can_not_run_falls_through_and_says_so(caplog) -> None:

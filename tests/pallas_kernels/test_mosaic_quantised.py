@@ -32,7 +32,6 @@ from tests.pallas_kernels.problems import (
     padded_to,
     quantised,
     run,
-    run_decode,
 )
 
 SHAPE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 16}
@@ -47,12 +46,9 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "per", "group", "head_dim", "block_size", "window", "cap"),
     [
-        ("bfloat16", "int8", "both", 1, 64, 16, None, None),
-        ("float16", "float8_e4m3fn", "block", 3, 64, 8, 50, None),
-        ("bfloat16", "float8_e5m2", "head", 4, 128, 32, None, 3.0),
         ("bfloat16", "int8", "block", 7, 64, 128, 100, 1.5),
-        ("bfloat16", "float8_e4m3fn", "both", 8, 256, 64, None, None),
-        ("float16", "int8", "head", 16, 96, 32, 1, None),
+        ("float16", "float8_e4m3fn", "both", 3, 96, 8, None, None),
+        ("bfloat16", "float8_e5m2", "head", 4, 128, 32, 50, 3.0),
     ],
 )
 def test_matches_reference(
@@ -63,6 +59,7 @@ def test_matches_reference(
         block_size=block_size,
         head_dim=head_dim,
         kv_heads=2,
+        contexts=(200, 6, 63, 70, 0),
         sliding_window=window,
         soft_cap=cap,
     )
@@ -78,7 +75,7 @@ LENGTHS = st.lists(
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1), lengths=LENGTHS)
 def test_ragged_lengths(interpreter, seed, lengths) -> None:
     problem = make_problem(
@@ -90,8 +87,10 @@ def test_ragged_lengths(interpreter, seed, lengths) -> None:
         head_dim=64,
         block_size=32,
     )
-    problem = padded_to(in_dtype(problem, "bfloat16"), tokens=4 * 43 + 1, seqs=5, width=9, blocks=40)
-    problem = quantised(problem, "float8_e4m3fn", np.random.default_rng(seed), per="both")
+    problem = quantised(
+        in_dtype(problem, "bfloat16"), "float8_e4m3fn", np.random.default_rng(seed), per="both"
+    )
+    problem = padded_to(problem, tokens=4 * 43 + 1, seqs=5, width=9, blocks=40)
     problem = dataclasses.replace(problem, sliding_window=90)
     assert_matches(problem, interpreter.submit(run, problem, interpreted(problem)).result())
 
@@ -99,21 +98,15 @@ def test_ragged_lengths(interpreter, seed, lengths) -> None:
 def test_a_row_does_not_depend_on_its_batch_mates(interpreter) -> None:
     """Bit for bit: alone, last of many, in other paddings."""
     rng = np.random.default_rng(7)
-    mates = make_problem(rng, contexts=[250, 90], query_lens=[1, 30], **SHAPE)
+    mates = by_block(make_problem(rng, contexts=[100, 40], query_lens=[1, 20], **SHAPE), "int8", rng)
     for query_len in (1, 37):
         alone = make_problem(rng, contexts=[170], query_lens=[query_len], **SHAPE)
-        scales = np.random.default_rng(8)
-        mates8, alone8 = (by_block(problem, "int8", scales) for problem in (mates, alone))
-        together, row = appended_to(mates8, alone8)
-        together = dataclasses.replace(
-            together,
-            k_scale=np.concatenate([mates8.k_scale, alone8.k_scale]),
-            v_scale=np.concatenate([mates8.v_scale, alone8.v_scale]),
-        )
-        alone_padded = padded_to(alone8, tokens=40, seqs=1, width=14, blocks=len(alone8.k_cache))
-        together = padded_to(together, tokens=70, seqs=4, width=20, blocks=len(together.k_cache))
+        alone = by_block(alone, "int8", rng)
+        together, row = appended_to(mates, alone)
+        alone = padded_to(alone, tokens=40, seqs=1, width=14, blocks=20)
+        together = padded_to(together, tokens=60, seqs=4, width=20, blocks=50)
         np.testing.assert_array_equal(
-            interpreter.submit(run_exactly, alone_padded, interpreted(alone_padded)).result()[:query_len],
+            interpreter.submit(run_exactly, alone, interpreted(alone)).result()[:query_len],
             interpreter.submit(run_exactly, together, interpreted(together)).result()[row : row + query_len],
         )
 
@@ -123,33 +116,17 @@ def test_a_row_does_not_depend_on_how_its_prompt_was_cut(interpreter) -> None:
     whole = make_problem(np.random.default_rng(8), contexts=[0], query_lens=[150], **SHAPE)
     whole = dataclasses.replace(by_block(whole, "int8", np.random.default_rng(9)), sliding_window=100)
     out = interpreter.submit(run_exactly, whole, interpreted(whole)).result()
-    for count in (97, 2):
-        q = np.zeros_like(whole.q)
-        q[:count] = whole.q[-count:]
-        part = dataclasses.replace(whole, q=q, cu_q_lens=np.array([0, count], np.int32))
-        found = interpreter.submit(run_exactly, part, interpreted(part)).result()
-        np.testing.assert_array_equal(found[:count], out[-count:])
-
-
-def test_decode_is_the_ragged_case_of_single_rows(interpreter) -> None:
-    problem = make_problem(
-        np.random.default_rng(3),
-        contexts=[0, 63, 64, 250],
-        query_lens=[1] * 4,
-        pad_seqs=2,
-        pad_tokens=2,
-        **SHAPE,
-    )
-    problem = by_block(problem, "float8_e4m3fn", np.random.default_rng(4))
-    backend = interpreted(problem)
-    out = interpreter.submit(run_decode, problem, backend).result()
-    assert_matches(problem, out)
-    np.testing.assert_array_equal(out, interpreter.submit(run, problem, backend).result())
+    count = 97
+    q = np.zeros_like(whole.q)
+    q[:count] = whole.q[-count:]
+    part = dataclasses.replace(whole, q=q, cu_q_lens=np.array([0, count], np.int32))
+    found = interpreter.submit(run_exactly, part, interpreted(part)).result()
+    np.testing.assert_array_equal(found[:count], out[-count:])
 
 
 @pytest.mark.parametrize("only", ["decode", "prefill"])
 def test_no_races(interpreter, only: str) -> None:
-    contexts, query_lens = ([250, 130, 70], [1, 1, 1]) if only == "decode" else ([150, 0], [30, 50])
+    contexts, query_lens = ([250, 130, 70], [1, 1, 1]) if only == "decode" else ([100, 0], [30, 50])
     problem = make_problem(np.random.default_rng(4), contexts=contexts, query_lens=query_lens, **SHAPE)
     problem = by_block(problem, "float8_e4m3fn", np.random.default_rng(5))
     backend = interpreted(problem, max_splits=MAX_SPLITS - 1)
@@ -166,11 +143,8 @@ def by_block(problem: Problem, kv_dtype: str, rng: np.random.Generator) -> Probl
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "head_dim", "group", "block_size", "features"),
     [
-        ("bfloat16", "int8", 64, 3, 8, {}),
-        ("bfloat16", "float8_e4m3fn", 64, 7, 128, {"sliding_window": 100, "soft_cap": 30.0}),
+        ("bfloat16", "float8_e4m3fn", 128, 7, 128, {"sliding_window": 100, "soft_cap": 30.0}),
         ("float16", "int8", 96, 16, 16, {}),
-        ("bfloat16", "int8", 128, 4, 32, {"sliding_window": 100}),
-        ("float16", "float8_e5m2", 256, 1, 64, {"soft_cap": 30.0}),
     ],
 )
 def test_lowers_for_an_h200(dtype, kv_dtype, head_dim, group, block_size, features) -> None:

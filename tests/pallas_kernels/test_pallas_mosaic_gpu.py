@@ -220,6 +220,7 @@ def test_says_what_it_does_not_run() -> None:
     refuse("bfloat16 or float16", dtype="float32", kv_dtype="float32")
     refuse("not float32 over int8", dtype="float32", kv_dtype="int8")
     refuse("not bfloat16 over float16", kv_dtype="float16")
+    refuse("up to head_dim 128, not 256", kv_dtype="int8", head_dim=256)
     refuse("head_dim 64, 96, 128, 256, not 80", head_dim=80)
     refuse("block sizes 8, 16, 32, 64, 128, not 24", block_size=24)
     refuse("up to 64 query heads", num_heads=128, num_kv_heads=1)
