@@ -91,6 +91,7 @@ def speed_jobs(*, cpu: bool) -> list[Job]:
         ]
     jobs = [_speed("ceilings", _ceiling_cases(cpu), 60), _speed("step auto", _step_cases("auto", cpu), 130)]
     jobs += [_speed(f"attention {name}", speed_cases(name, cpu=cpu), 90) for name in PALLAS]
+    jobs += [_speed(f"attention {name} int8", quantised_speed_cases(name), 30) for name in PALLAS]
     jobs.append(_speed("attention cudnn", _alternative_cases("jax", cpu), 60))
     jobs.append(_speed("attention torch", _alternative_cases("torch", cpu), 50))
     jobs.append(_speed("attention xla", speed_cases("xla", cpu=cpu), 60))
@@ -246,6 +247,16 @@ def speed_cases(backend: str, *, cpu: bool) -> list[Case]:
         extra = {"width": 4 if cpu else 512, "compare": compare}
         cases.append({"name": name, "kind": "time_prefill", **shared, **shape, **extra})
     return cases
+
+
+def quantised_speed_cases(backend: str) -> list[Case]:
+    """Our attention over an int8 cache, at the two targets."""
+    shared = {**EIGHT_B_ATTENTION, "backend": backend, "kv_dtype": "int8", "pool_tokens": _POOL_TOKENS}
+    decode, prefill = decode_shapes(cpu=False)[0], prefill_shapes(cpu=False)[0]
+    return [
+        {"name": f"{backend}: decode over int8", "kind": "time_decode", **shared, **decode, "width": 2048},
+        {"name": f"{backend}: prefill over int8", "kind": "time_prefill", **shared, **prefill, "width": 512},
+    ]
 
 
 def _alternative_cases(framework: str, cpu: bool) -> list[Case]:

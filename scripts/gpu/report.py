@@ -151,9 +151,9 @@ def _speed(
     unit: float,
     ceiling: str,
 ) -> str:
-    """A row a shape, a column a backend."""
+    """A row a shape, a column a backend (and a quantised cache)."""
     found = [o for o in report.outcomes if o.case["kind"] in kinds]
-    columns = list(dict.fromkeys(o.case["backend"] for o in found))
+    columns = list(dict.fromkeys(_column(o) for o in found))
     best = _ceilings(report).get(ceiling)
 
     def cell(o: Outcome) -> str:
@@ -162,12 +162,17 @@ def _speed(
         share = f" ({o.data[figure] / best:.0%})" if best else ""
         return f"{_rounded(o.data[figure] / unit)}{share}"
 
-    cells = {(tuple(o.case[key] for key in shape), o.case["backend"]): cell(o) for o in found}
+    cells = {(tuple(o.case[key] for key in shape), _column(o)): cell(o) for o in found}
     rows = [
         (*key, *(cells.get((key, column), "-") for column in columns))
         for key in sorted({key for key, _ in cells})
     ]
     return _table((*shape, *columns), rows)
+
+
+def _column(outcome: Outcome) -> str:
+    case = outcome.case
+    return f"{case['backend']}, {case['kv_dtype']} cache" if "kv_dtype" in case else str(case["backend"])
 
 
 def _steps(report: Report) -> str:

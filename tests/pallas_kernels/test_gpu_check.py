@@ -223,6 +223,13 @@ def test_the_plan_asks_for_everything() -> None:
         assert {(b,) for b in (8, 16, 32, 64, 128)} <= asked("block_size")
         kinds = [(t, s) for t in ("int8", "float8_e4m3fn", "float8_e5m2") for s in ("block", "head", "both")]
         assert set(kinds) <= asked("kv_dtype", "scales")
+    timed = {
+        (c["backend"], c["kind"])
+        for job in jobs
+        for c in job.cases
+        if job.section == "speed" and "kv_dtype" in c
+    }
+    assert timed == {(b, kind) for b in plan.PALLAS for kind in ("time_decode", "time_prefill")}
 
 
 def test_speed_cases_fit_their_pools() -> None:
