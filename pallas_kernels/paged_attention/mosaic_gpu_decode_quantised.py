@@ -38,8 +38,10 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
 _BLOCKS = 132  # one for each SM of an H100 or H200
 _BLOCKS_INTERPRETED = 2
 _PAIRS = 2
-# Of the 128 for each thread that a block of this size starts with.
-_COMPUTING_REGISTERS, _BRINGING_REGISTERS = 160, 96
+# Registers of a thread that computes and of one that brings tiles, of the 128 for each that a block of this size starts
+# with: what compiles without spills.
+_REGISTERS = (160, 96)
+_REGISTERS_SOFT_CAP = (176, 80)
 
 
 def attend_quantised_splits(
@@ -118,6 +120,7 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
     (q_barrier, k_landed, v_landed, k_ready, v_ready, k_released, v_released) = barriers
     (k_tile, v_tile), (out_smem, peak_smem, total_smem) = union
     num_kv_heads, group = q_ref.shape[1:3]
+    computing_registers, bringing_registers = _REGISTERS if math_.soft_cap is None else _REGISTERS_SOFT_CAP
     warpgroup = lax.axis_index("warpgroup")
     pair = lax.rem(warpgroup, jnp.int32(_PAIRS))
     program = lax.axis_index("block") * _PAIRS + pair
@@ -144,7 +147,7 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
 
     @pl.when(warpgroup < _PAIRS)
     def _compute() -> None:
-        plgpu.set_max_registers(_COMPUTING_REGISTERS, action="increase")
+        plgpu.set_max_registers(computing_registers, action="increase")
         q = q_smem.at[pair]
         weights_of_pair = weights_smem.at[pair] if math_.interpret else None
 
@@ -192,7 +195,7 @@ def _run_block(refs: tuple[Any, ...], stages: int, math_: TileMath) -> None:
 
     @pl.when(warpgroup >= _PAIRS)
     def _bring() -> None:
-        plgpu.set_max_registers(_BRINGING_REGISTERS, action="decrease")
+        plgpu.set_max_registers(bringing_registers, action="decrease")
 
         def item(index: jax.Array, before: jax.Array) -> jax.Array:
             kv_head, row, _, first, end, length = locate(index)

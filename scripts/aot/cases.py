@@ -98,6 +98,7 @@ def _on_hopper(backend: str) -> Iterator[KernelCase]:
         yield KernelCase(*where, model, dtype="float32", kv_dtype="float32", may_refuse=is_mosaic)
     yield KernelCase(*where, "phi3-mini", kv_dtype="int8")
     yield KernelCase(*where, "llama3-8b", kv_dtype="int8", windowed=True)
+    yield KernelCase(*where, "llama3-8b", kv_dtype="float8_e4m3fn", windowed=True)
     yield KernelCase(*where, "llama3-8b", kv_dtype="float8_e5m2")
     yield KernelCase(*where, "llama3-8b", 128, kv_dtype="int8")
     yield KernelCase(*where, "llama3-8b", 128, kv_dtype="float8_e4m3fn")
