@@ -22,13 +22,16 @@ SEARCH_RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def interpreted(problem: Problem, *, max_splits: int = MAX_SPLITS) -> Backend:
-    """The backend with tiles and splits so small that a test's contexts have several."""
+    """The backend with tiles and splits so small that a test's contexts have several, and memory for so few that it is
+    used again."""
     backend = backend_for(INTERPRETED, problem)
     assert backend.tuning is not None
     tuning = backend.tuning
     tuning = dataclasses.replace(
         tuning,
         split_tokens=64,
+        decode_stages=2,
+        prefill_stages=2,
         decode_block_k=min(64, tuning.decode_block_k),
         prefill_block_k=min(64, tuning.prefill_block_k),
     )
