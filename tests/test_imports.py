@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A room is a folder of jaxserve/, or a file beside them. It may import the rooms named here, and itself. A new file
 # or folder needs a line: that is the moment to think about where it belongs.
-PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress", "model_store"}
+PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress", "model_store", "file_lock"}
 TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
     PLAIN_DATA
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host_gap": set(),
     "progress": set(),
     "model_store": set(),
+    "file_lock": set(),
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
     "scheduler": PLAIN_DATA,
     "batch": PLAIN_DATA | {"scheduler"},
@@ -141,7 +142,7 @@ def test_every_public_name_can_be_imported() -> None:
 
 
 # Everything else is pure, or plain Python. Loading weights puts them in place itself, so that no second copy is held.
-AT_THE_DEVICE_BOUNDARY = {"device/model_runner.py", "device/programs.py", "checkpoint/weights.py"}
+AT_THE_DEVICE_BOUNDARY = {"device/model_runner.py", "device/program_definitions.py", "checkpoint/weights.py"}
 BOUNDARY_CALLS = {"jit", "device_put", "device_get", "block_until_ready", "copy_to_host_async"}
 
 

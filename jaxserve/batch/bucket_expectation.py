@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.bucket_plan import StepCost
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.step_sizes import StepSizes
 
 

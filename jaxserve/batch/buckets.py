@@ -5,22 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.bucket_plan import MIN_SIZE, Shapes, best_plans, top_rows
 from jaxserve.batch.step_sizes import StepLimits, typical_steps
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
-    """One shape: tokens, sequences (= rows of logits), and block-table width."""
-
-    tokens: int
-    seqs: int
-    blocks: int
-
-    def __str__(self) -> str:
-        return f"T{self.tokens}xS{self.seqs}xB{self.blocks}"
 
 
 @dataclass(frozen=True, slots=True)

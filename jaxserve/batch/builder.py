@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.batch.layout import ROW_SETTINGS, Place, places, unpack
 from jaxserve.batch.ready_buckets import ReadyBuckets

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 
 
 @dataclass(frozen=True, slots=True)

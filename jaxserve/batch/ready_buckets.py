@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.stats import ReadyShapes
 
 

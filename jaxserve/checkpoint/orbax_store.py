@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.checkpoint import file_lock
+from jaxserve import file_lock
 from jaxserve.checkpoint.json_file import read_json_object
 from jaxserve.checkpoint.tokenizer_files import save_tokenizer_files
 from jaxserve.checkpoint.tokenizer_parts import TokenizerParts

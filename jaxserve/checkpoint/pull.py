@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from jaxserve.checkpoint import file_lock
+from jaxserve import file_lock
 from jaxserve.checkpoint.known_models import KNOWN_MODELS, KnownModel
 from jaxserve.checkpoint.open import convert
 from jaxserve.checkpoint.orbax_store import is_store, read_manifest

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jaxserve.cli import engine_options as options
+from jaxserve.cli.log import show_log
 
 EXIT_SOME_FAILED = 1
 
@@ -69,8 +69,7 @@ def batch(
     from jaxserve.progress import BarProgress
     from jaxserve.server.conversion import ServingContext
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which attention backend runs
+    show_log()
     config = options.engine_config(
         dtype=dtype,
         quantization=quantization,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated
 
 import typer
 
 from jaxserve.cli import engine_options as options
+from jaxserve.cli.log import show_log
 
 PANEL = "Server"
 
@@ -104,9 +104,7 @@ def serve(
 
     if api_key == "":
         raise typer.BadParameter("--api-key must not be empty")
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("pallas_kernels").setLevel(logging.INFO)  # which attention backend runs
-    logging.getLogger("jaxserve.programs").setLevel(logging.INFO)  # when all of them are ready
+    show_log()
     config = options.engine_config(
         dtype=dtype,
         quantization=quantization,

@@ -1,8 +1,8 @@
 """Compiled programs on disk, so that a restart traces and compiles nothing.
 
-A folder for each manifest (everything that decides what a program is), a file for each program. A file is loaded
-only if its checksum holds, and only from a folder that belongs to this user and that nobody else may write to:
-loading runs what is in it. Anything doubtful is compiled again and replaced.
+A folder for each manifest (everything that decides what a program is) with the manifest in it, a file for each program.
+A file is loaded only if its checksum holds, and only from a folder that belongs to this user and that nobody else may
+write to: loading runs what is in it. Anything doubtful is compiled again and replaced.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
+
+from jaxserve.device.program_manifest import describe_differences, shorten
 
 logger = logging.getLogger("jaxserve.executables")
 
 _CHECKSUM_BYTES = 32
+_MANIFEST = "manifest.json"
 
 
 class ExecutableCache:
@@ -37,9 +37,11 @@ class ExecutableCache:
     """
 
     def __init__(self, root: Path, manifest: Mapping[str, Any]) -> None:
-        text = json.dumps(manifest, sort_keys=True, indent=1, default=str)
+        text = json.dumps(manifest, sort_keys=True, indent=1)
         self._directory = root / hashlib.sha256(text.encode()).hexdigest()[:32]
         self._usable = self._prepare(root, text)
+        if self._usable and not _has_programs(self._directory):
+            _tell_why(root, manifest)
 
     def load(self, name: str, in_tree: Any, out_tree: Any) -> Any | None:
         """The program stored under `name`, ready to call; None if there is none that can be trusted.
@@ -98,52 +100,37 @@ class ExecutableCache:
                         "%s could be written by others: compiled programs are not kept there", folder
                     )
                     return False
-            (self._directory / "manifest.json").write_text(manifest)
+            if _read_bytes(self._directory / _MANIFEST) != manifest.encode():
+                self._write(_MANIFEST, manifest.encode())
         except OSError as error:
             logger.warning("compiled programs are not kept: %s", error)
         return self._directory.is_dir()
 
 
-def make_manifest(configs: Mapping[str, Any], sources_digest: str) -> dict[str, Any]:
-    """Everything that decides what the programs are.
-
-    Args:
-      configs: by name, whatever shapes the programs (model, engine, buckets, pool); compared by their text.
-      sources_digest: `hash_sources` of the code that is traced, taken when it was imported.
-    """
-    device = jax.local_devices()[0]
-    return {
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "flax": flax.__version__,
-        "platform": device.platform,
-        "platform_version": device.client.platform_version,
-        "device_kind": device.device_kind,
-        "machine": platform.machine(),
-        "cpu_features": _cpu_features(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "jax_config": {name: value for name, value in jax.config.values.items() if not name.endswith("_dir")},
-        "sources": sources_digest,
-        **{name: repr(config) for name, config in configs.items()},
-    }
+def _has_programs(directory: Path) -> bool:
+    return any(directory.glob("*.bin"))
 
 
-def _cpu_features() -> str:
+def _tell_why(root: Path, manifest: Mapping[str, Any]) -> None:
+    """Log how this manifest differs from the most similar one that has programs."""
+    others = [folder for folder in root.iterdir() if _has_programs(folder)]
+    known = [describe_differences(old, manifest) for folder in others if (old := _read_manifest(folder))]
+    if known:
+        logger.info("compiling again: %s", shorten(min(known, key=len)))
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    """None if there is none that can be read: it only serves to explain, so that is no harm."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        manifest = json.loads(_read_bytes(directory / _MANIFEST))
+    except ValueError:
+        return None
+    return manifest if isinstance(manifest, dict) else None
+
+
+def _read_bytes(file: Path) -> bytes:
+    """Empty if it can't be read."""
+    try:
+        return file.read_bytes()
     except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith(("flags", "Features"))), ""
-    )
-
-
-def hash_sources(sources: Iterable[Path]) -> str:
-    """One digest of every Python and JSON file (tables that code reads) in these folders, and of these files."""
-    digest = hashlib.sha256()
-    for source in sources:
-        found = [file for file in source.rglob("*") if file.suffix in (".py", ".json")]
-        for file in sorted(found) if source.is_dir() else [source]:
-            content = hashlib.sha256(file.read_bytes()).hexdigest()
-            digest.update(f"{file.relative_to(source.parent)} {content}\n".encode())
-    return digest.hexdigest()
+        return b""

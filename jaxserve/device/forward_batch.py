@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import places, unpack
 
 

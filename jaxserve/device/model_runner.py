@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import HostBatch
 from jaxserve.batch.flags import BatchFlag
 from jaxserve.batch.ready_buckets import ReadyBuckets
@@ -20,16 +21,8 @@ from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
-from jaxserve.device.programs import (
-    COPY_BLOCKS,
-    LOAD_ROW,
-    NUM_ESSENTIAL,
-    ProgramKey,
-    ProgramMaker,
-    describe_programs,
-    make_state,
-    program_keys,
-)
+from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
+from jaxserve.device.programs import NUM_ESSENTIAL, ProgramKey, ProgramMaker, program_keys
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,

@@ -1,112 +1,32 @@
-"""What the programs of an engine are, and how one is made: loaded from disk, or traced, lowered and compiled.
-
-Everything here works on shapes alone, so that programs can be made before, or without, any weights.
-"""
+"""The programs of an engine, ready to call: loaded from disk, or else compiled."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-import pallas_kernels
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
-from jaxserve.batch.layout import packed_size
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.ready_buckets import in_order_of_use
-from jaxserve.config import ModelConfig, ResolvedConfig
-from jaxserve.device import kv_cache
-from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
-from jaxserve.device.forward_batch import ForwardBatch
-from jaxserve.device.sampling import ROW_CHUNK, init_state, load_row
-from jaxserve.device.step import DeviceState, StepOutput, serve_step, step_parts
-from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
-from pallas_kernels.paged_attention import Backend, ragged_paged_attention
+from jaxserve.device.executable_cache import ExecutableCache
+from jaxserve.device.program_definitions import (
+    COPY_BLOCKS,
+    LOAD_ROW,
+    Definition,
+    Programs,
+    parts_of_step,
+    state_program,
+    whole_step,
+)
+from jaxserve.device.program_manifest import local_device, make_manifest
+from jaxserve.device.step import serve_step
+from jaxserve.device.step_parts import StepParts
+from jaxserve.device.traced_sources import hash_sources, traced_sources
 
 ProgramKey = Bucket | str
-COPY_BLOCKS = "copy_blocks"
-LOAD_ROW = "load_row"
-NUM_ESSENTIAL = 4  # both of these, the largest shape and the smallest
-
-
-@dataclass(frozen=True)
-class Programs:
-    """The programs of an engine, as functions of abstract arrays.
-
-    Attributes:
-      parts: a bucket's step as functions.
-      by_layer: whether these become a program each (see `step_parts`), or one together.
-      model: see `StepModel`.
-      params: a model's parameters, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
-      keep_logits: steps return their logits as well.
-      identity: by name, whatever else decides what the programs are; for the manifest.
-    """
-
-    parts: Callable[[Bucket], StepParts]
-    by_layer: bool
-    model: StepModel
-    params: StepParams
-    state: DeviceState
-    keep_logits: bool
-    identity: dict[str, Any]
-
-
-def describe_programs(
-    model: ModelConfig,
-    config: ResolvedConfig,
-    *,
-    attention: Backend,
-    num_blocks: int,
-    platform: str,
-    sharding: jax.sharding.Sharding,
-    keep_logits: bool = False,
-) -> Programs:
-    """The programs of an engine with this configuration.
-
-    Args:
-      num_blocks: usable KV blocks (the sink comes on top): part of the arrays' shapes.
-      platform: what they will run on: "cpu", "gpu", ...
-      sharding: of every array.
-    """
-    cut, params = split_model(
-        model,
-        dtype=jnp.dtype(config.dtype),
-        deterministic=config.deterministic,
-        quantization=config.quantization,
-    )
-    state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
-    params, state = _placed((params, state), sharding)
-    attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
-    on_cpu = platform == "cpu"
-    options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
-    rows_at_once = 1 if on_cpu else config.max_num_seqs
-    # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
-    attend = jax.jit(partial(ragged_paged_attention, **attention_options))
-    identity = {
-        "model": model,
-        "attention": attention_options,
-        "rows_at_once": rows_at_once,
-        "by_layer": on_cpu,
-        "step": options,
-        "quantization": config.quantization,
-        "arrays": (params, state),
-    }
-    parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731
-    return Programs(parts, on_cpu, cut, params, state, keep_logits, identity)
-
-
-def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> DeviceState:
-    """An empty device state; its last row of sampling state is for padding."""
-    return DeviceState(
-        kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, jnp.dtype(config.dtype)),
-        sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
-        last_token_ids_R=jnp.zeros(config.max_num_seqs + 1, jnp.int32),
-    )
+NUM_ESSENTIAL = 4  # COPY_BLOCKS, LOAD_ROW, the largest shape and the smallest
 
 
 def program_keys(buckets: ShapeBuckets) -> list[ProgramKey]:
@@ -132,7 +52,7 @@ class ProgramMaker:
         self.cache: ExecutableCache | None = None
         # An interpreter's callbacks can't be stored.
         if cache_directory is not None and not programs.identity["attention"]["backend"].interpret:
-            manifest = make_manifest(programs.identity, _SOURCES_DIGEST)
+            manifest = make_manifest(programs.identity, _SOURCES, local_device())
             self.cache = ExecutableCache(cache_directory, manifest)
 
     def __call__(self, key: ProgramKey) -> Any:
@@ -142,25 +62,24 @@ class ProgramMaker:
         """
         if isinstance(key, Bucket):
             return self._make_step(key)
-        return self._make(_state_program(self._programs, key))
+        return self._make(state_program(self._programs, key))
 
     def _make_step(self, bucket: Bucket) -> Any:
         programs = self._programs
         if not programs.by_layer:
-            return self._make(_whole_step(programs, bucket))
-        begin, layer_of_kind, end = _parts_of_step(programs, bucket)
+            return self._make(whole_step(programs, bucket))
+        begin, layer_of_kind, end = parts_of_step(programs, bucket)
         layers = {kind: self._make(definition) for kind, definition in layer_of_kind.items()}
         parts = StepParts(
             self._make(begin), tuple(layers[kind] for kind in programs.model.kinds), self._make(end)
         )
         return partial(serve_step, parts)
 
-    def _make(self, definition: _Definition) -> Any:
+    def _make(self, definition: Definition) -> Any:
         name = definition.name
         program = self.cache.load(name, definition.in_tree, definition.out_tree) if self.cache else None
         if program is None:
-            traced = jax.jit(definition.function, donate_argnums=definition.donated)
-            program = traced.lower(*definition.arguments()).compile()
+            program = definition.compile()
             with self._lock:
                 self.num_compiled += 1
             if self.cache:
@@ -168,117 +87,5 @@ class ProgramMaker:
         return program
 
 
-@dataclass(frozen=True)
-class _Definition:
-    """A program that can be made.
-
-    Attributes:
-      name: in the cache.
-      donated: which arguments it may overwrite.
-      arguments: abstract ones; some can only be had by tracing, so only when they are needed.
-      in_tree: structure of ``((*arguments), {})``; out_tree: of the result.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    donated: tuple[int, ...]
-    arguments: Callable[[], tuple[Any, ...]]
-    in_tree: Any
-    out_tree: Any
-
-
-def _define(
-    name: str,
-    function: Callable[..., Any],
-    donated: tuple[int, ...],
-    like: tuple[Any, ...],
-    *,
-    result: Any,
-    arguments: Callable[[], tuple[Any, ...]] | None = None,
-) -> _Definition:
-    """`like`: the arguments; where `arguments` finds those, anything of their tree structure, as `result` is."""
-    structure = jax.tree.structure
-    return _Definition(
-        name, function, donated, arguments or (lambda: like), structure((like, {})), structure(result)
-    )
-
-
-def _whole_step(programs: Programs, bucket: Bucket) -> _Definition:
-    arguments = (programs.params, programs.state, _ints(packed_size(bucket)))
-    result = (programs.state, StepOutput.structure(keep_logits=programs.keep_logits))
-    return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
-
-
-def _parts_of_step(
-    programs: Programs, bucket: Bucket
-) -> tuple[_Definition, dict[int, _Definition], _Definition]:
-    """(begin, that of each kind of layer, end)."""
-    parts, params, state = programs.parts(bucket), programs.params, programs.state
-    first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
-    [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
-    # The batch, hidden states and what layers share: as tree structures, and (traced) as shapes.
-    batch_like, x_like, shared_like = ForwardBatch.structure(), 0, (0,) * programs.model.num_shared_arrays
-    between = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
-
-    def of_layer(index: int, kind: int) -> _Definition:
-        layer, pool = params.layers[index], state.kv_cache.layer(index)
-
-        def arguments() -> tuple[Any, ...]:
-            batch, x_TD, shared = between()
-            return layer, pool, x_TD, shared, batch
-
-        like = (layer, pool, x_like, shared_like, batch_like)
-        name = f"{bucket}.layer{kind}"
-        return _define(name, parts.layers[index], (1, 2), like, result=(pool, x_like), arguments=arguments)
-
-    kinds = programs.model.kinds
-    layers = {kind: of_layer(kinds.index(kind), kind) for kind in set(kinds)}
-
-    def last() -> tuple[Any, ...]:
-        batch, x_TD, _ = between()
-        return params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
-
-    output = StepOutput.structure(keep_logits=programs.keep_logits)
-    return (
-        _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, x_like, shared_like)),
-        layers,
-        _define(
-            f"{bucket}.end",
-            parts.end,
-            (1, 2),
-            (params.ends, state.sampling, 0, x_like, batch_like),
-            result=(state.sampling, 0, output),
-            arguments=last,
-        ),
-    )
-
-
-def _state_program(programs: Programs, key: str) -> _Definition:
-    state = programs.state
-    if key == COPY_BLOCKS:
-        copies = (state.kv_cache, _ints(kv_cache.COPY_BATCH, 2))
-        return _define(key, kv_cache.copy_blocks, (0,), copies, result=state.kv_cache)
-    assert key == LOAD_ROW
-    values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
-    entries = (state.sampling, _ints(), _ints(), _ints(ROW_CHUNK), _ints(ROW_CHUNK), values)
-    return _define(key, load_row, (0,), entries, result=state.sampling)
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
-def traced_sources() -> list[Path]:
-    """Folders and files of all code that a step traces, constants included."""
-    package = Path(__file__).parents[1]
-    kernels = Path(pallas_kernels.__file__).parent
-    parts = ("batch", "device", "models", "config.py", "request.py")
-    return [*(package / part for part in parts), kernels]
-
-
 # Now, while the files are what was imported: who edits them under a running process must not mislabel its programs.
-_SOURCES_DIGEST = hash_sources(traced_sources())
+_SOURCES = hash_sources(traced_sources())

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
 from jaxserve.device.kv_cache import KVCache, join_layers, write_kv

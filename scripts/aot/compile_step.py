@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
-from jaxserve.device.programs import describe_programs
+from jaxserve.device.program_definitions import describe_programs
 from jaxserve.device.step import DeviceState, serve_step
 from pallas_kernels.paged_attention import AttentionSpec, resolve_backend
 from scripts.aot import hlo

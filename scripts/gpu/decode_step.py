@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.flags import RowFlag
 from jaxserve.batch.layout import packed_size, places, unpack
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
-from jaxserve.device.programs import describe_programs
+from jaxserve.device.program_definitions import describe_programs
 from jaxserve.device.sampling import init_state
 from jaxserve.device.step import DeviceState, serve_step
 from jaxserve.device.step_parts import fill_params

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.batch.buckets import Bucket, ShapeBuckets, default_buckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets, default_buckets
 from jaxserve.errors import ConfigError
 from tests.fakes import make_config
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import fields, packed_size, places, unpack
 from jaxserve.device.forward_batch import unpack_batch
 

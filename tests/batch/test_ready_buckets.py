@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.batch.buckets import Bucket, ShapeBuckets, default_buckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets, default_buckets
 from jaxserve.batch.ready_buckets import ReadyBuckets, in_order_of_use
 from jaxserve.errors import ConfigError
 from tests.fakes import make_config

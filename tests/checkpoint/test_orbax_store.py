@@ -14,7 +14,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.checkpoint import convert, file_lock, open_checkpoint
+from jaxserve import file_lock
+from jaxserve.checkpoint import convert, open_checkpoint
 from jaxserve.checkpoint.orbax_store import MANIFEST_NAME, read_manifest
 from jaxserve.errors import CheckpointError
 from tests.checkpoint.tiny_files import assert_same, flat_params, tiny_config, write_huggingface

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxserve.device import executable_cache
-from jaxserve.device.executable_cache import ExecutableCache, hash_sources, make_manifest
+from jaxserve.device.executable_cache import ExecutableCache
 from tests.conftest import REPOSITORY
 
 MANIFEST = {"what": "test"}
@@ -312,80 +313,68 @@ def test_what_a_killed_writer_leaves_is_not_trusted(tmp_path: Path, program: Any
     check_program(load(fresh))
 
 
-def manifest(sources: list[Path] | None = None, **configs: Any) -> dict[str, Any]:
-    return make_manifest(configs or {"model": ("a", 1)}, hash_sources(sources or []))
+BASE = {"jaxlib": "1", "sources": {"step.py": "a"}, "model": {"layers": 2, "width": 8}, "seqs": 64}
+OTHERS: dict[str, dict[str, Any]] = {
+    "version": {"jaxlib": "2"},
+    "source": {"sources": {"step.py": "b"}},
+    "another source": {"sources": {"step.py": "a", "more.py": "a"}},
+    "model": {"model": {"layers": 2, "width": 9}},
+    "number instead of text": {"seqs": "64"},
+    "a further field": {"kind": None},
+}
 
 
-def changed(value: Any) -> Any:
-    if isinstance(value, dict):
-        name = sorted(value)[0]
-        return {**value, name: f"{value[name]} "}
-    return f"{value} "
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS.keys())
+def test_any_difference_means_another_folder(tmp_path: Path, program: Any, change: dict[str, Any]) -> None:
+    ExecutableCache(tmp_path, BASE).store("p", program)
+    assert load(ExecutableCache(tmp_path, dict(reversed(BASE.items())))) is not None, "the same again"
+    assert load(ExecutableCache(tmp_path, BASE | change)) is None
 
 
-@pytest.mark.parametrize("name", sorted(manifest()))
-def test_any_difference_means_another_folder(tmp_path: Path, program: Any, name: str) -> None:
-    ours = manifest()
-    ExecutableCache(tmp_path, ours).store("p", program)
-    assert load(ExecutableCache(tmp_path, manifest())) is not None, "the same again"
-    assert load(ExecutableCache(tmp_path, {**ours, name: changed(ours[name])})) is None
+def said_at_start(root: Path, manifest: dict[str, Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        ExecutableCache(root, manifest)
+    return caplog.messages
 
 
-def test_the_manifest_knows_what_decides_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = manifest()
-    assert before == manifest()
-    assert manifest(model=("a", 2)) != manifest(model=("a", 1))
-    monkeypatch.setenv("XLA_FLAGS", "--xla_something")
-    assert manifest() != before
-    monkeypatch.undo()
-    old = jax.config.values["jax_default_matmul_precision"]
-    jax.config.update("jax_default_matmul_precision", "highest")
-    try:
-        assert manifest() != before
-    finally:
-        jax.config.update("jax_default_matmul_precision", old)
-    assert manifest() == before
-    assert before["cpu_features"]
+def test_what_differs_from_the_nearest_of_those_kept_is_said_once(
+    tmp_path: Path, program: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert said_at_start(tmp_path, BASE, caplog) == [], "a first start has nothing to compare with"
+    changed = BASE | {"jaxlib": "2", "sources": {"step.py": "b"}}
+    assert said_at_start(tmp_path, changed, caplog) == [], "nor has one beside a folder without programs"
+    ExecutableCache(tmp_path, BASE).store("p", program)
+    ExecutableCache(tmp_path, {"jaxlib": "0"}).store("p", program)
+    said = "compiling again: jaxlib 1 -> 2, source of the step changed (step.py)"
+    assert said_at_start(tmp_path, changed, caplog) == [said]
+    assert said_at_start(tmp_path, BASE, caplog) == [], "its programs are there"
+    ExecutableCache(tmp_path, changed).store("p", program)
+    assert said_at_start(tmp_path, changed, caplog) == []
 
 
-def test_where_the_compile_cache_lies_is_not_part_of_a_program() -> None:
-    assert not [name for name in manifest()["jax_config"] if name.endswith("_dir")]
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_a_damaged_manifest_explains_nothing_and_is_written_again(
+    tmp_path: Path, program: Any, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    ExecutableCache(tmp_path, BASE).store("p", program)
+    file = folder_of(tmp_path) / "manifest.json"
+    whole = file.read_bytes()
+    file.write_bytes(damage)
+    assert said_at_start(tmp_path, BASE | {"seqs": 1}, caplog) == []
+    check_program(load(ExecutableCache(tmp_path, BASE)))
+    assert file.read_bytes() == whole
+    assert json.loads(whole) == BASE
 
 
-def test_any_change_of_a_traced_source_changes_the_key(tmp_path: Path) -> None:
-    (tmp_path / "pkg" / "sub").mkdir(parents=True)
-    (tmp_path / "pkg" / "a.py").write_text("x = 1")
-    (tmp_path / "pkg" / "sub" / "b.py").write_text("y = 1")
-    (tmp_path / "single.py").write_text("z = 1")
-    sources = [tmp_path / "pkg", tmp_path / "single.py"]
-    seen = [manifest(sources)]
-
-    def expect_new() -> None:
-        now = manifest(sources)
-        assert now not in seen
-        assert now == manifest(sources)
-        seen.append(now)
-
-    (tmp_path / "pkg" / "a.py").write_text("x = 2")
-    expect_new()
-    (tmp_path / "pkg" / "sub" / "b.py").write_text("y = 2")
-    expect_new()
-    (tmp_path / "single.py").write_text("z = 2")
-    expect_new()
-    (tmp_path / "pkg" / "sub" / "c.py").write_text("")
-    expect_new()
-    (tmp_path / "pkg" / "sub" / "c.py").rename(tmp_path / "pkg" / "c.py")
-    expect_new()
-    (tmp_path / "pkg" / "c.py").unlink()
-    (tmp_path / "pkg" / "a.py").write_text("x = 2y = 2")
-    (tmp_path / "pkg" / "sub" / "b.py").write_text("")
-    expect_new()
-    (tmp_path / "pkg" / "notes.txt").write_text("not traced")
-    assert manifest(sources) == seen[-1]
-
-
-def test_a_moved_installation_keeps_its_key(tmp_path: Path) -> None:
-    for place in ("here", "there"):
-        (tmp_path / place / "pkg").mkdir(parents=True)
-        (tmp_path / place / "pkg" / "a.py").write_text("x = 1")
-    assert manifest([tmp_path / "here" / "pkg"]) == manifest([tmp_path / "there" / "pkg"])
+def test_strangers_in_the_folder_are_left_alone(
+    tmp_path: Path, program: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "p.bin").write_text("no program")
+    assert said_at_start(tmp_path, BASE, caplog) == []
+    cache = ExecutableCache(tmp_path, BASE)
+    cache.store("p", program)
+    check_program(load(cache))
+    assert (tmp_path / "photos" / "p.bin").exists()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import dataclasses
 import gc
 import warnings
@@ -12,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxserve
-from jaxserve.batch.buckets import Bucket, ShapeBuckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import BatchBuilder
 from jaxserve.config import RopeConfig
 from jaxserve.device.model_runner import ModelRunner
-from jaxserve.device.programs import traced_sources
 from jaxserve.progress import NullProgress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
@@ -210,32 +208,6 @@ def test_whatever_shapes_a_program_names_another_folder(tmp_path: Path) -> None:
     assert runner._maker.cache is not None
     assert runner._maker.cache._directory in folders, "the same again finds its programs"
     runner.close()
-
-
-def test_every_file_that_a_step_traces_is_part_of_the_key() -> None:
-    """Everything that `device/step.py` imports, directly or not, and every model family."""
-    package = Path(jaxserve.__file__).parent
-    root = package.parent
-    waiting = [package / "device" / "step.py", *(package / "models").glob("*.py")]
-    found: set[Path] = set()
-    while waiting:
-        file = waiting.pop()
-        if file in found:
-            continue
-        found.add(file)
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                if name.split(".")[0] in ("jaxserve", "pallas_kernels"):
-                    path = root.joinpath(*name.split("."))
-                    waiting += [p for p in (path.with_suffix(".py"), path / "__init__.py") if p.is_file()]
-    sources = traced_sources()
-    names_only = {package / "errors.py", package / "__init__.py"}  # no value of theirs reaches a program
-    missed = {file for file in found - names_only if not any(s == file or s in file.parents for s in sources)}
-    assert len(found) > 10
-    assert not missed
-    assert all(source.exists() for source in sources)
 
 
 def test_closing_frees_the_device() -> None:

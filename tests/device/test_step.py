@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.programs import ProgramMaker
 from jaxserve.device.step_parts import StepParts

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from jaxserve.batch.buckets import Bucket, default_buckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import default_buckets
 from jaxserve.config import EngineConfig, ModelConfig, resolve
 from pallas_kernels.paged_attention import H200, AttentionSpec, ragged_paged_attention, resolve_backend
 

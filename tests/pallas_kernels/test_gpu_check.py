@@ -259,7 +259,8 @@ def test_loads_count_what_they_move() -> None:
 
 
 def test_the_step_that_is_timed_is_the_one_that_the_builder_would_pack() -> None:
-    from jaxserve.batch.buckets import Bucket, ShapeBuckets
+    from jaxserve.batch.bucket import Bucket
+    from jaxserve.batch.buckets import ShapeBuckets
     from jaxserve.batch.builder import BatchBuilder
     from jaxserve.batch.layout import places, unpack
     from jaxserve.request import Request, SamplingParams

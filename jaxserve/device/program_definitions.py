@@ -1,0 +1,221 @@
+"""What the programs of an engine are. Everything that this file imports, directly or not, is part of their key.
+
+Everything here works on shapes alone, so that programs can be made before, or without, any weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.layout import packed_size
+from jaxserve.config import ModelConfig, ResolvedConfig
+from jaxserve.device import kv_cache
+from jaxserve.device.forward_batch import ForwardBatch
+from jaxserve.device.sampling import ROW_CHUNK, init_state, load_row
+from jaxserve.device.step import DeviceState, StepOutput, serve_step, step_parts
+from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
+from pallas_kernels.paged_attention import Backend, ragged_paged_attention
+
+COPY_BLOCKS = "copy_blocks"
+LOAD_ROW = "load_row"
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of an engine, as functions of abstract arrays.
+
+    Attributes:
+      parts: a bucket's step as functions.
+      by_layer: whether these become a program each (see `step_parts`), or one together.
+      model: see `StepModel`.
+      params: a model's parameters, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
+      keep_logits: steps return their logits as well.
+      identity: by name, all that decides what the programs are besides versions, code and device; for the manifest.
+    """
+
+    parts: Callable[[Bucket], StepParts]
+    by_layer: bool
+    model: StepModel
+    params: StepParams
+    state: DeviceState
+    keep_logits: bool
+    identity: dict[str, Any]
+
+
+def describe_programs(
+    model: ModelConfig,
+    config: ResolvedConfig,
+    *,
+    attention: Backend,
+    num_blocks: int,
+    platform: str,
+    sharding: jax.sharding.Sharding,
+    keep_logits: bool = False,
+) -> Programs:
+    """The programs of an engine with this configuration.
+
+    Args:
+      num_blocks: usable KV blocks (the sink comes on top): part of the arrays' shapes.
+      platform: what they will run on: "cpu", "gpu", ...
+      sharding: of every array.
+    """
+    cut, params = split_model(
+        model,
+        dtype=jnp.dtype(config.dtype),
+        deterministic=config.deterministic,
+        quantization=config.quantization,
+    )
+    state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
+    params, state = _placed((params, state), sharding)
+    attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
+    on_cpu = platform == "cpu"
+    options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
+    rows_at_once = 1 if on_cpu else config.max_num_seqs
+    # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
+    attend = jax.jit(partial(ragged_paged_attention, **attention_options))
+    identity = {
+        "model": model,
+        "attention": attention_options,
+        "dtype": config.dtype,
+        "quantization": config.quantization,
+        "deterministic": config.deterministic,
+        "max_num_seqs": config.max_num_seqs,
+        "block_size": config.block_size,
+        "num_blocks": num_blocks,
+        "rows_at_once": rows_at_once,
+        "by_layer": on_cpu,
+        "keep_logits": keep_logits,
+        "arrays": _digest((params, state)),
+    }
+    parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731
+    return Programs(parts, on_cpu, cut, params, state, keep_logits, identity)
+
+
+def _digest(arrays: Any) -> str:
+    """Of their names, shapes and types; not of where they lie."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    described = [(jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> DeviceState:
+    """An empty device state; its last row of sampling state is for padding."""
+    return DeviceState(
+        kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, jnp.dtype(config.dtype)),
+        sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
+        last_token_ids_R=jnp.zeros(config.max_num_seqs + 1, jnp.int32),
+    )
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A program that can be made.
+
+    Attributes:
+      name: in the cache.
+      donated: which arguments it may overwrite.
+      arguments: abstract ones; some can only be had by tracing, so only when they are needed.
+      in_tree: structure of ``((*arguments), {})``; out_tree: of the result.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    donated: tuple[int, ...]
+    arguments: Callable[[], tuple[Any, ...]]
+    in_tree: Any
+    out_tree: Any
+
+    def compile(self) -> Any:
+        """Trace, lower and compile it."""
+        return jax.jit(self.function, donate_argnums=self.donated).lower(*self.arguments()).compile()
+
+
+def _define(
+    name: str,
+    function: Callable[..., Any],
+    donated: tuple[int, ...],
+    like: tuple[Any, ...],
+    *,
+    result: Any,
+    arguments: Callable[[], tuple[Any, ...]] | None = None,
+) -> Definition:
+    """`like`: the arguments; where `arguments` finds those, anything of their tree structure, as `result` is."""
+    structure = jax.tree.structure
+    return Definition(
+        name, function, donated, arguments or (lambda: like), structure((like, {})), structure(result)
+    )
+
+
+def whole_step(programs: Programs, bucket: Bucket) -> Definition:
+    arguments = (programs.params, programs.state, _ints(packed_size(bucket)))
+    result = (programs.state, StepOutput.structure(keep_logits=programs.keep_logits))
+    return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
+
+
+def parts_of_step(programs: Programs, bucket: Bucket) -> tuple[Definition, dict[int, Definition], Definition]:
+    """(begin, that of each kind of layer, end)."""
+    parts, params, state = programs.parts(bucket), programs.params, programs.state
+    first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
+    [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    # The batch, hidden states and what layers share: as tree structures, and (traced) as shapes.
+    batch_like, x_like, shared_like = ForwardBatch.structure(), 0, (0,) * programs.model.num_shared_arrays
+    between = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
+
+    def of_layer(index: int, kind: int) -> Definition:
+        layer, pool = params.layers[index], state.kv_cache.layer(index)
+
+        def arguments() -> tuple[Any, ...]:
+            batch, x_TD, shared = between()
+            return layer, pool, x_TD, shared, batch
+
+        like = (layer, pool, x_like, shared_like, batch_like)
+        name = f"{bucket}.layer{kind}"
+        return _define(name, parts.layers[index], (1, 2), like, result=(pool, x_like), arguments=arguments)
+
+    kinds = programs.model.kinds
+    layers = {kind: of_layer(kinds.index(kind), kind) for kind in set(kinds)}
+
+    def last() -> tuple[Any, ...]:
+        batch, x_TD, _ = between()
+        return params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
+
+    output = StepOutput.structure(keep_logits=programs.keep_logits)
+    return (
+        _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, x_like, shared_like)),
+        layers,
+        _define(
+            f"{bucket}.end",
+            parts.end,
+            (1, 2),
+            (params.ends, state.sampling, 0, x_like, batch_like),
+            result=(state.sampling, 0, output),
+            arguments=last,
+        ),
+    )
+
+
+def state_program(programs: Programs, key: str) -> Definition:
+    state = programs.state
+    if key == COPY_BLOCKS:
+        copies = (state.kv_cache, _ints(kv_cache.COPY_BATCH, 2))
+        return _define(key, kv_cache.copy_blocks, (0,), copies, result=state.kv_cache)
+    assert key == LOAD_ROW
+    values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
+    entries = (state.sampling, _ints(), _ints(), _ints(ROW_CHUNK), _ints(ROW_CHUNK), values)
+    return _define(key, load_row, (0,), entries, result=state.sampling)
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _placed(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
