@@ -16,6 +16,7 @@ from jaxserve.progress import BarProgress
 
 EXIT_DISAGREE = 1
 EXIT_BAD_INPUT = 2
+_STEP_REPEATS = 15
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,6 +44,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "is ratio=X.XXX, deterministic over default output tokens a second. Exit codes: 0; 2 for bad input.",
     )
     _add_common(deterministic)
+    step = commands.add_parser(
+        "step",
+        help="where the time of a step goes",
+        description="Time the programs of steps in which the first N requests of a workload decode, half done: "
+        "attention, the rest of the layers, the end (logits and sampling), the host. Exit codes: 0; 2 for bad input.",
+    )
+    _add_common(step)
+    step.add_argument(
+        "--rows",
+        type=_positive,
+        nargs="+",
+        default=[2, 8, 16, 32, 64],
+        metavar="N",
+        help="[default: 2 8 16 32 64]",
+    )
     add_command(commands)
     return parser.parse_args(arguments)
 
@@ -62,7 +78,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         help="KV blocks of each engine [default: enough that no request is preempted]",
     )
     command.add_argument(
-        "--repeats", type=_positive, default=1, metavar="K", help="passes of each [default: 1]"
+        "--repeats", type=_positive, metavar="K", help="passes of each [default: 1; step: 15]"
     )
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
 
@@ -74,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     workload = read_workload(arguments.workload, limit=arguments.limit)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"{arguments.json}: there is no such folder")
-    from jaxserve.bench import deterministic, static
+    from jaxserve.bench import deterministic, static, step
 
     options = EngineConfig(
         dtype=arguments.dtype,
@@ -84,13 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
         num_blocks=arguments.num_gpu_blocks_override,
     )
     announce = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    repeats = arguments.repeats or 1
     with BarProgress() as progress:
-        if arguments.command == "deterministic":
+        if arguments.command == "step":
+            times = step.measure_steps(
+                arguments.model,
+                workload,
+                options,
+                rows=tuple(arguments.rows),
+                repeats=arguments.repeats or _STEP_REPEATS,
+                progress=progress,
+            )
+            text, facts, code = step.report(times), step.to_json(times), 0
+        elif arguments.command == "deterministic":
             cost = deterministic.measure_cost(
                 arguments.model,
                 workload,
                 options,
-                repeats=arguments.repeats,
+                repeats=repeats,
                 progress=progress,
                 announce=announce,
             )
@@ -101,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
                 workload,
                 options,
                 static_batch=arguments.static_batch,
-                repeats=arguments.repeats,
+                repeats=repeats,
                 progress=progress,
                 announce=announce,
             )

@@ -68,12 +68,14 @@ class ProgramMaker:
         programs = self._programs
         if not programs.by_layer:
             return self._make(whole_step(programs, bucket))
-        begin, layer_of_kind, end = parts_of_step(programs, bucket)
+        return partial(serve_step, self.make_parts(bucket))
+
+    def make_parts(self, bucket: Bucket) -> StepParts:
+        """A bucket's step as a program for each part."""
+        begin, layer_of_kind, end = parts_of_step(self._programs, bucket)
         layers = {kind: self._make(definition) for kind, definition in layer_of_kind.items()}
-        parts = StepParts(
-            self._make(begin), tuple(layers[kind] for kind in programs.model.kinds), self._make(end)
-        )
-        return partial(serve_step, parts)
+        kinds = self._programs.model.kinds
+        return StepParts(self._make(begin), tuple(layers[kind] for kind in kinds), self._make(end))
 
     def _make(self, definition: Definition) -> Any:
         name = definition.name

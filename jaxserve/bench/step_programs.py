@@ -1,0 +1,116 @@
+"""A step's programs, each to be run and timed by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.builder import HostBatch
+from jaxserve.config import ModelConfig, ResolvedConfig
+from jaxserve.device.kv_cache import join_layers
+from jaxserve.device.program_definitions import Programs, describe_programs, make_state
+from jaxserve.device.programs import ProgramMaker
+from jaxserve.device.step import serve_step, step_parts
+from jaxserve.device.step_parts import StepParts, fill_params
+from pallas_kernels.paged_attention import Backend
+
+STEP, BEGIN, LAYERS, BARE_LAYERS, END = "step", "begin", "all layers", "layers", "end"
+
+
+class StepPrograms:
+    """Parameters and state on the device, and the programs that work on them, compiled anew.
+
+    Args:
+      params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: ResolvedConfig,
+        params: dict[Any, Any],
+        *,
+        attention: Backend,
+        num_blocks: int,
+    ) -> None:
+        [sharding] = {array.sharding for array in jax.tree.leaves(params)}
+        described = describe_programs(
+            model,
+            config,
+            attention=attention,
+            num_blocks=num_blocks,
+            platform=jax.default_backend(),
+            sharding=sharding,
+        )
+        self._programs = replace(described, by_layer=True)  # also where an engine makes one program of all
+        self._params = fill_params(described.params, params)
+        self._state = make_state(model, config, num_blocks)
+        self._deterministic = config.deterministic
+
+    def variants(self, batch: HostBatch) -> dict[str, Callable[[], float]]:
+        """What to run for a batch, by name; each returns seconds.
+
+        STEP is all of it, as an engine runs it; BEGIN, LAYERS and END are its parts, each from when its inputs are
+        there until its outputs are. BARE_LAYERS write keys and values, and take the queries for what attention gives.
+        """
+        parts = ProgramMaker(self._programs, None).make_parts(batch.bucket)
+        bare = ProgramMaker(self._without_attention(), None).make_parts(batch.bucket)
+        return {
+            STEP: lambda: self._run_step(parts, batch),
+            BEGIN: lambda: self._run_begin(parts, batch)[0],
+            LAYERS: lambda: self._run_layers(parts, parts, batch),
+            BARE_LAYERS: lambda: self._run_layers(parts, bare, batch),
+            END: lambda: self._run_end(parts, batch),
+        }
+
+    def _without_attention(self) -> Programs:
+        def parts(bucket: Bucket) -> StepParts:
+            model = self._programs.model
+            return step_parts(model, bucket, lambda q, *_, **__: q, 1, deterministic=self._deterministic)
+
+        return replace(self._programs, parts=parts)
+
+    def _run_step(self, parts: StepParts, batch: HostBatch) -> float:
+        started = time.perf_counter()
+        self._state, output = serve_step(parts, self._params, self._state, jax.device_put(batch.packed))
+        np.asarray(output.token_ids_S)
+        return time.perf_counter() - started
+
+    def _run_begin(self, parts: StepParts, batch: HostBatch) -> tuple[float, Any]:
+        last = self._state.last_token_ids_R
+        return _timed(lambda: parts.begin(self._params.ends, last, jax.device_put(batch.packed)))
+
+    def _run_layers(self, parts: StepParts, layers: StepParts, batch: HostBatch) -> float:
+        _, (arrays, x_TD, shared) = self._run_begin(parts, batch)
+
+        def run() -> tuple[Any, list[Any]]:
+            hidden, caches = x_TD, []
+            for index, (program, layer) in enumerate(zip(layers.layers, self._params.layers, strict=True)):
+                cache, hidden = program(layer, self._state.kv_cache.layer(index), hidden, shared, arrays)
+                caches.append(cache)
+            return hidden, caches
+
+        seconds, (_, caches) = _timed(run)
+        self._state = replace(self._state, kv_cache=join_layers(caches))
+        return seconds
+
+    def _run_end(self, parts: StepParts, batch: HostBatch) -> float:
+        _, (arrays, x_TD, _) = self._run_begin(parts, batch)
+        state = self._state
+        seconds, (sampling, last, _) = _timed(
+            lambda: parts.end(self._params.ends, state.sampling, state.last_token_ids_R, x_TD, arrays)
+        )
+        self._state = replace(state, sampling=sampling, last_token_ids_R=last)
+        return seconds
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = jax.block_until_ready(run())
+    return time.perf_counter() - started, result
