@@ -116,6 +116,8 @@ class EngineConfig:
         the host; None does so on accelerators. Not with the static scheduler.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
+      program_cache_bytes: most bytes there, checked at every start: programs of other settings are removed, the least
+        recently used first. Those in use stay.
       bucket_plan: file of a plan that `jaxserve plan-buckets` made: the shapes to compile; None plans for typical
         steps.
       record_steps: file that the size of every step is recorded in, for `jaxserve plan-buckets`.
@@ -138,6 +140,7 @@ class EngineConfig:
     deterministic: bool = False
     overlap: bool | None = None
     compilation_cache_dir: str | None = None
+    program_cache_bytes: int = 2 * 2**30
     bucket_plan: str | None = None
     record_steps: str | None = None
 

@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.attention import choose_attention
 from jaxserve.device.memory import plan_num_blocks
 from jaxserve.device.model_runner import ModelRunner
+from jaxserve.device.program_eviction import evict_programs
 from jaxserve.engine import EngineCore
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
@@ -54,6 +55,7 @@ def create_engine(
         jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
     )
     num_blocks = plan_num_blocks(options, config, checkpoint.config)
+    cache_directory = _cache_directory(options)
     runner = ModelRunner(
         checkpoint.config,
         config,
@@ -61,10 +63,12 @@ def create_engine(
         attention=attention,
         num_blocks=num_blocks,
         buckets=buckets,
-        cache_directory=_cache_directory(options),
+        cache_directory=cache_directory,
     )
     del params  # the runner's alone now: closing it frees them
     runner.warm_up(progress, wait_for_all=wait_for_programs)
+    if cache_directory is not None:
+        evict_programs(cache_directory, options.program_cache_bytes)
     return EngineCore(
         model_name=served_name or checkpoint.name,
         config=config,

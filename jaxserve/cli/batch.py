@@ -43,6 +43,7 @@ def batch(
     seed: options.Seed = 0,
     bucket_plan: options.BucketPlan = None,
     record_steps: options.RecordSteps = None,
+    program_cache_bytes: options.ProgramCacheBytes = 2 * 2**30,
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -88,6 +89,7 @@ def batch(
         seed=seed,
         bucket_plan=bucket_plan,
         record_steps=record_steps,
+        program_cache_bytes=program_cache_bytes,
     )
     names = tuple(served_model_name or ())
     with BarProgress() as progress:

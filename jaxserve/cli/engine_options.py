@@ -151,6 +151,15 @@ RecordSteps = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+ProgramCacheBytes = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Most bytes of compiled programs on disk; at every start, those of other settings are removed beyond it, "
+        "the least recently used first.",
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 def quantization_of(choice: QuantizationChoice) -> QuantizationName | None:
@@ -176,6 +185,7 @@ def engine_config(
     seed: int,
     bucket_plan: Path | None,
     record_steps: Path | None,
+    program_cache_bytes: int,
     max_waiting: int = 4096,
 ) -> EngineConfig:
     """The configuration that the flags ask for."""
@@ -197,5 +207,6 @@ def engine_config(
         seed=seed,
         bucket_plan=None if bucket_plan is None else str(bucket_plan),
         record_steps=None if record_steps is None else str(record_steps),
+        program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
     )

@@ -82,6 +82,7 @@ def serve(
     seed: options.Seed = 0,
     bucket_plan: options.BucketPlan = None,
     record_steps: options.RecordSteps = None,
+    program_cache_bytes: options.ProgramCacheBytes = 2 * 2**30,
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
@@ -123,6 +124,7 @@ def serve(
         seed=seed,
         bucket_plan=bucket_plan,
         record_steps=record_steps,
+        program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
     )
     names = tuple(served_model_name or ())

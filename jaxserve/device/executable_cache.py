@@ -14,22 +14,24 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
+from jaxserve import file_lock
+from jaxserve.device.program_eviction import MANIFEST, changing
 from jaxserve.device.program_manifest import describe_differences, shorten
 
 logger = logging.getLogger("jaxserve.executables")
 
 _CHECKSUM_BYTES = 32
-_MANIFEST = "manifest.json"
 
 
 class ExecutableCache:
-    """Programs of one manifest.
+    """Programs of one manifest. Until `close`, nobody removes them.
 
     Args:
       root: the cache's folder; made if need be, for this user alone.
@@ -38,6 +40,7 @@ class ExecutableCache:
 
     def __init__(self, root: Path, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, sort_keys=True, indent=1)
+        self._in_use = ExitStack()
         self._directory = root / hashlib.sha256(text.encode()).hexdigest()[:32]
         self._usable = self._prepare(root, text)
         if self._usable and not _has_programs(self._directory):
@@ -89,22 +92,36 @@ class ExecutableCache:
             raise
 
     def _prepare(self, root: Path, manifest: str) -> bool:
+        """Whether programs there can be trusted; the rest is done as far as it can be."""
+        trusted = False
         try:
             # `parents=True` alone would make the root as the umask says, which may let a group write.
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            for folder in (root, self._directory):
-                status = folder.stat()
-                if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                    logger.warning(
-                        "%s could be written by others: compiled programs are not kept there", folder
-                    )
-                    return False
-            if _read_bytes(self._directory / _MANIFEST) != manifest.encode():
-                self._write(_MANIFEST, manifest.encode())
+            if not _is_ours_alone(root):
+                return False
+            with changing(root):
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                trusted = _is_ours_alone(self._directory)
+                self._in_use.enter_context(file_lock.shared(self._directory))
+            if trusted and _read_bytes(self._directory / MANIFEST) != manifest.encode():
+                self._write(MANIFEST, manifest.encode())
+            with suppress(OSError):  # read-only
+                os.utime(self._directory / MANIFEST)
         except OSError as error:
             logger.warning("compiled programs are not kept: %s", error)
-        return self._directory.is_dir()
+        return trusted
+
+    def close(self) -> None:
+        """From now on others may remove the programs. What is loaded stays."""
+        self._in_use.close()
+
+
+def _is_ours_alone(folder: Path) -> bool:
+    status = folder.stat()
+    if status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return True
+    logger.warning("%s could be written by others: compiled programs are not kept there", folder)
+    return False
 
 
 def _has_programs(directory: Path) -> bool:
@@ -122,7 +139,7 @@ def _tell_why(root: Path, manifest: Mapping[str, Any]) -> None:
 def _read_manifest(directory: Path) -> dict[str, Any] | None:
     """None if there is none that can be read: it only serves to explain, so that is no harm."""
     try:
-        manifest = json.loads(_read_bytes(directory / _MANIFEST))
+        manifest = json.loads(_read_bytes(directory / MANIFEST))
     except ValueError:
         return None
     return manifest if isinstance(manifest, dict) else None

@@ -166,6 +166,7 @@ class ModelRunner:
         """Free all device memory."""
         self._compile_counter.close()
         self._executables.close()
+        self._maker.close()
         for array in jax.tree.leaves((self._params, self._state)):
             if not array.is_deleted():
                 array.delete()

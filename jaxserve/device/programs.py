@@ -64,6 +64,11 @@ class ProgramMaker:
             return self._make_step(key)
         return self._make(state_program(self._programs, key))
 
+    def close(self) -> None:
+        """Others may remove what is kept on disk."""
+        if self.cache:
+            self.cache.close()
+
     def _make_step(self, bucket: Bucket) -> Any:
         programs = self._programs
         if not programs.by_layer:

@@ -51,7 +51,7 @@ def load(cache: ExecutableCache, name: str = "p") -> Any:
 
 
 def folder_of(root: Path) -> Path:
-    (folder,) = root.iterdir()
+    (folder,) = (path for path in root.iterdir() if path.is_dir())
     return folder
 
 
