@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxserve.batch.buckets import Bucket, default_buckets
+from jaxserve.batch.bucket import Bucket
+from jaxserve.batch.buckets import default_buckets
 from jaxserve.batch.builder import HostBatch
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.step_batches import blocks_for, make_batches, requests_of

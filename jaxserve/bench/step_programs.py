@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.batch.buckets import Bucket
+from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.builder import HostBatch
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import join_layers
