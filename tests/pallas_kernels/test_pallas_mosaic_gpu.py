@@ -33,6 +33,7 @@ from tests.pallas_kernels.mosaic import (
     search_races,
 )
 from tests.pallas_kernels.problems import (
+    Problem,
     appended_to,
     expected,
     in_dtype,
@@ -67,6 +68,11 @@ def test_matches_reference(dtype, kv_heads, group, head_dim, block_size, window,
     assert_matches(problem, run(problem, interpreted(problem)))
 
 
+SHAPE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 32}
+# Problems of this shape with this room and window share a program: to compile one takes longer than to run it.
+ROOM = {"tokens": 173, "seqs": 5, "width": 14, "blocks": 48}
+WINDOW = 90
+
 LENGTHS = st.lists(
     st.tuples(st.integers(0, 200), st.sampled_from([1, 1, 2, 21, 42, 43])), min_size=1, max_size=4
 )
@@ -79,44 +85,46 @@ def test_ragged_lengths(seed, lengths) -> None:
         np.random.default_rng(seed),
         contexts=[context for context, _ in lengths],
         query_lens=[queries for _, queries in lengths],
-        heads=6,
-        kv_heads=2,
-        head_dim=64,
-        block_size=32,
+        **SHAPE,
     )
-    problem = padded_to(in_dtype(problem, "bfloat16"), tokens=4 * 43 + 1, seqs=5, width=9, blocks=40)
-    problem = dataclasses.replace(problem, sliding_window=90)
+    problem = windowed(padded_to(in_dtype(problem, "bfloat16"), **ROOM))
     assert_matches(problem, run(problem, interpreted(problem)))
-
-
-SHAPE = {"heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 32}
 
 
 def test_a_row_does_not_depend_on_its_batch_mates() -> None:
     """Bit for bit: alone, last of many, in other paddings."""
     rng = np.random.default_rng(7)
-    mates = in_dtype(make_problem(rng, contexts=[250, 90], query_lens=[1, 30], **SHAPE), "bfloat16")
-    for query_len in (1, 37):
-        alone = in_dtype(make_problem(rng, contexts=[170], query_lens=[query_len], **SHAPE), "bfloat16")
-        together, row = appended_to(mates, alone)
-        alone = padded_to(alone, tokens=40, seqs=1, width=8, blocks=12)
-        together = padded_to(together, tokens=70, seqs=4, width=12, blocks=40)
-        np.testing.assert_array_equal(
-            run_exactly(alone, interpreted(alone))[:query_len],
-            run_exactly(together, interpreted(together))[row : row + query_len],
-        )
+    lone = [
+        in_dtype(make_problem(rng, contexts=[170], query_lens=[queries], **SHAPE), "bfloat16")
+        for queries in (1, 37)
+    ]
+    together = in_dtype(make_problem(rng, contexts=[250, 90], query_lens=[1, 30], **SHAPE), "bfloat16")
+    rows = []
+    for alone in lone:  # the decode row first: the chunk goes behind it
+        together, row = appended_to(together, alone)
+        rows.append(row)
+    together = windowed(padded_to(together, **ROOM))
+    out = run_exactly(together, interpreted(together))
+    for alone, row in zip(lone, rows, strict=True):
+        count = alone.cu_q_lens[1]
+        alone = windowed(padded_to(alone, tokens=40, seqs=1, width=8, blocks=12))
+        np.testing.assert_array_equal(run_exactly(alone, interpreted(alone))[:count], out[row : row + count])
 
 
 def test_a_row_does_not_depend_on_how_its_prompt_was_cut() -> None:
     """Bit for bit: a prompt's last rows as part of one chunk, and as a chunk of their own."""
     whole = make_problem(np.random.default_rng(8), contexts=[0], query_lens=[150], **SHAPE)
-    whole = dataclasses.replace(in_dtype(whole, "bfloat16"), sliding_window=100)
+    whole = windowed(padded_to(in_dtype(whole, "bfloat16"), **ROOM))
     out = run_exactly(whole, interpreted(whole))
     for count in (97, 2):
         q = np.zeros_like(whole.q)
-        q[:count] = whole.q[-count:]
-        part = dataclasses.replace(whole, q=q, cu_q_lens=np.array([0, count], np.int32))
-        np.testing.assert_array_equal(run_exactly(part, interpreted(part))[:count], out[-count:])
+        q[:count] = whole.q[150 - count : 150]
+        part = dataclasses.replace(whole, q=q, cu_q_lens=np.minimum(whole.cu_q_lens, count))
+        np.testing.assert_array_equal(run_exactly(part, interpreted(part))[:count], out[150 - count : 150])
+
+
+def windowed(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, sliding_window=WINDOW)
 
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:
