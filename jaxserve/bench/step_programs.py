@@ -16,7 +16,7 @@ from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import join_layers
 from jaxserve.device.program_definitions import Programs, describe_programs, make_state
 from jaxserve.device.programs import ProgramMaker
-from jaxserve.device.step import serve_step, step_parts
+from jaxserve.device.step import finish_step, serve_step, step_parts
 from jaxserve.device.step_parts import StepParts, fill_params
 from pallas_kernels.paged_attention import Backend
 
@@ -79,7 +79,7 @@ class StepPrograms:
     def _run_step(self, parts: StepParts, batch: HostBatch) -> float:
         started = time.perf_counter()
         self._state, output = serve_step(parts, self._params, self._state, jax.device_put(batch.packed))
-        np.asarray(output.token_ids_S)
+        np.asarray(output.sampled.token_ids_S)
         return time.perf_counter() - started
 
     def _run_begin(self, parts: StepParts, batch: HostBatch) -> tuple[float, Any]:
@@ -104,7 +104,7 @@ class StepPrograms:
         _, (arrays, x_TD, _) = self._run_begin(parts, batch)
         state = self._state
         seconds, (sampling, last, _) = _timed(
-            lambda: parts.end(self._params.ends, state.sampling, state.last_token_ids_R, x_TD, arrays)
+            lambda: finish_step(parts, self._params.ends, state, x_TD, arrays)
         )
         self._state = replace(state, sampling=sampling, last_token_ids_R=last)
         return seconds

@@ -45,6 +45,12 @@ class SamplingRows:
     frequency_penalty_S: jax.Array
     repetition_penalty_S: jax.Array
 
+    @classmethod
+    def structure(cls) -> SamplingRows:
+        """An instance with a placeholder for each array, for its tree structure."""
+        leaf: Any = 0
+        return cls(*(leaf for _ in dataclasses.fields(cls)))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -82,9 +88,8 @@ class ForwardBatch:
     def structure(cls) -> ForwardBatch:
         """An instance with a placeholder for each array, for its tree structure."""
         leaf: Any = 0
-        sampling = SamplingRows(*(leaf for _ in dataclasses.fields(SamplingRows)))
         arrays = {field.name: leaf for field in dataclasses.fields(cls)}
-        return cls(**{**arrays, "sampling": sampling})
+        return cls(**{**arrays, "sampling": SamplingRows.structure()})
 
 
 def unpack_batch(packed: jax.Array, bucket: Bucket) -> ForwardBatch:

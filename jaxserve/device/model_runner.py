@@ -153,13 +153,13 @@ class ModelRunner:
 
     def is_done(self, step: LaunchedStep) -> bool:
         """Whether `read` would return at once."""
-        return step.output.token_ids_S.is_ready()  # type: ignore[attr-defined]
+        return step.output.sampled.token_ids_S.is_ready()  # type: ignore[attr-defined]
 
     def read(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait for a step, and hand its results to their requests. An error of the device comes out here."""
         with self._compile_counter:
             if self._observe_logits is not None:
-                self._observe_logits(step.batch, jax.device_get(step.output.logits_SV))
+                self._observe_logits(step.batch, jax.device_get(step.output.sampled.logits_SV))
             return _read_back(step.output, step.batch)
 
     def close(self) -> None:
@@ -233,10 +233,11 @@ def _row_entries(request: Request) -> tuple[list[int], list[int], list[float]]:
 
 def _wanted(output: StepOutput, flags: BatchFlag) -> tuple[Any, ...]:
     """What the host reads of a step: (token ids, finite, logprobs or None, prompt logprobs or None)."""
+    sampled = output.sampled
     return (
-        output.token_ids_S,
-        output.finite_S,
-        output.logprobs if flags & BatchFlag.LOGPROBS else None,
+        sampled.token_ids_S,
+        sampled.finite_S,
+        sampled.logprobs if flags & BatchFlag.LOGPROBS else None,
         output.prompt_logprobs if flags & BatchFlag.PROMPT_LOGPROBS else None,
     )
 

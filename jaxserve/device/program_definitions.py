@@ -18,9 +18,9 @@ from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
-from jaxserve.device.forward_batch import ForwardBatch
-from jaxserve.device.sampling import ROW_CHUNK, init_state, load_row
-from jaxserve.device.step import DeviceState, StepOutput, serve_step, step_parts
+from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
+from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
+from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_step, step_parts
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
 from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
@@ -160,46 +160,71 @@ def whole_step(programs: Programs, bucket: Bucket) -> Definition:
     return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
 
 
-def parts_of_step(programs: Programs, bucket: Bucket) -> tuple[Definition, dict[int, Definition], Definition]:
-    """(begin, that of each kind of layer, end)."""
+def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
+    """By part: "begin", "layer0", ... for each kind of layer, "select", "sample", "score"."""
     parts, params, state = programs.parts(bucket), programs.params, programs.state
     first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
     [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
-    # The batch, hidden states and what layers share: as tree structures, and (traced) as shapes.
-    batch_like, x_like, shared_like = ForwardBatch.structure(), 0, (0,) * programs.model.num_shared_arrays
-    between = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
+    # Arrays that parts hand on: as tree structures, and (traced) as shapes.
+    leaf, batch_like, shared_like = 0, ForwardBatch.structure(), (0,) * programs.model.num_shared_arrays
+    begun = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
 
-    def of_layer(index: int, kind: int) -> Definition:
-        layer, pool = params.layers[index], state.kv_cache.layer(index)
+    def select_arguments() -> tuple[Any, ...]:
+        batch, x_TD, _ = begun()
+        return params.ends, x_TD, batch
+
+    selected = cache(lambda: _placed(jax.eval_shape(parts.select, *select_arguments()), sharding))
+
+    def layer(index: int, kind: int) -> Definition:
+        weights, pool = params.layers[index], state.kv_cache.layer(index)
 
         def arguments() -> tuple[Any, ...]:
-            batch, x_TD, shared = between()
-            return layer, pool, x_TD, shared, batch
+            batch, x_TD, shared = begun()
+            return weights, pool, x_TD, shared, batch
 
-        like = (layer, pool, x_like, shared_like, batch_like)
+        like = (weights, pool, leaf, shared_like, batch_like)
         name = f"{bucket}.layer{kind}"
-        return _define(name, parts.layers[index], (1, 2), like, result=(pool, x_like), arguments=arguments)
+        return _define(name, parts.layers[index], (1, 2), like, result=(pool, leaf), arguments=arguments)
+
+    def sample_arguments() -> tuple[Any, ...]:
+        batch, _, _ = begun()
+        hidden_SD, _, _ = selected()
+        return params.ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags
+
+    def score_arguments() -> tuple[Any, ...]:
+        batch, _, _ = begun()
+        _, hidden_PD, targets_P = selected()
+        return params.ends, hidden_PD, targets_P, batch.flags
 
     kinds = programs.model.kinds
-    layers = {kind: of_layer(kinds.index(kind), kind) for kind in set(kinds)}
-
-    def last() -> tuple[Any, ...]:
-        batch, x_TD, _ = between()
-        return params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
-
-    output = StepOutput.structure(keep_logits=programs.keep_logits)
-    return (
-        _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, x_like, shared_like)),
-        layers,
-        _define(
-            f"{bucket}.end",
-            parts.end,
-            (1, 2),
-            (params.ends, state.sampling, 0, x_like, batch_like),
-            result=(state.sampling, 0, output),
-            arguments=last,
+    return {
+        "begin": _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, leaf, shared_like)),
+        **{f"layer{kind}": layer(kinds.index(kind), kind) for kind in set(kinds)},
+        "select": _define(
+            f"{bucket}.select",
+            parts.select,
+            (),
+            (params.ends, leaf, batch_like),
+            result=(leaf, leaf, leaf),
+            arguments=select_arguments,
         ),
-    )
+        "sample": _define(
+            f"S{bucket.seqs}.sample",
+            parts.sample,
+            (1, 2),
+            (params.ends, state.sampling, leaf, leaf, SamplingRows.structure(), leaf),
+            result=(state.sampling, leaf, Sampled.structure(keep_logits=programs.keep_logits)),
+            arguments=sample_arguments,
+        ),
+        "score": _define(
+            f"P{num_scored(bucket.tokens)}.score",
+            parts.score,
+            (),
+            (params.ends, leaf, leaf, leaf),
+            result=Logprobs.structure(),
+            arguments=score_arguments,
+        ),
+    }
 
 
 def state_program(programs: Programs, key: str) -> Definition:

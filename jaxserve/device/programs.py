@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class ProgramMaker:
     def __init__(self, programs: Programs, cache_directory: Path | None) -> None:
         self._programs = programs
         self._lock = threading.Lock()
+        self._made: dict[str, Future[Any]] = {}
         self.num_compiled = 0
         self.cache: ExecutableCache | None = None
         # An interpreter's callbacks can't be stored.
@@ -65,7 +67,8 @@ class ProgramMaker:
         return self._make(state_program(self._programs, key))
 
     def close(self) -> None:
-        """Others may remove what is kept on disk."""
+        """Drop all programs; others may remove what is kept on disk."""
+        self._made.clear()
         if self.cache:
             self.cache.close()
 
@@ -77,12 +80,25 @@ class ProgramMaker:
 
     def make_parts(self, bucket: Bucket) -> StepParts:
         """A bucket's step as a program for each part."""
-        begin, layer_of_kind, end = parts_of_step(self._programs, bucket)
-        layers = {kind: self._make(definition) for kind, definition in layer_of_kind.items()}
-        kinds = self._programs.model.kinds
-        return StepParts(self._make(begin), tuple(layers[kind] for kind in kinds), self._make(end))
+        made = {name: self._make(part) for name, part in parts_of_step(self._programs, bucket).items()}
+        layers = tuple(made[f"layer{kind}"] for kind in self._programs.model.kinds)
+        return StepParts(made["begin"], layers, made["select"], made["sample"], made["score"])
 
     def _make(self, definition: Definition) -> Any:
+        """The one program of a definition's name: shapes share some, and two threads may ask at once."""
+        with self._lock:
+            future = self._made.get(definition.name)
+            mine = future is None
+            if future is None:
+                future = self._made[definition.name] = Future()
+        if mine:
+            try:
+                future.set_result(self._load_or_compile(definition))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    def _load_or_compile(self, definition: Definition) -> Any:
         name = definition.name
         program = self.cache.load(name, definition.in_tree, definition.out_tree) if self.cache else None
         if program is None:

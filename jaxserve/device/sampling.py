@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,12 @@ class Logprobs:
     rank_M: jax.Array
     top_ids_MK: jax.Array
     top_MK: jax.Array
+
+    @classmethod
+    def structure(cls) -> Logprobs:
+        """An instance with a placeholder for each array, for its tree structure."""
+        leaf: Any = 0
+        return cls(leaf, leaf, leaf, leaf)
 
 
 def init_state(num_rows: int, vocab_size: int) -> SamplingState:

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.flags import BatchFlag, RowFlag
-from jaxserve.device.forward_batch import ForwardBatch, unpack_batch
+from jaxserve.device.forward_batch import ForwardBatch, SamplingRows, unpack_batch
 from jaxserve.device.kv_cache import KVCache, join_layers, write_kv
 from jaxserve.device.sampling import (
     Logprobs,
@@ -48,29 +48,45 @@ class DeviceState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StepOutput:
-    """What the host reads back.
+class Sampled:
+    """What is new about each row.
 
     Attributes:
       token_ids_S: int32, each row's new token (meaningless for rows that do not sample).
       finite_S: bool, whether the row's logits were all finite.
       logprobs: of the new tokens [S]; zeros unless BatchFlag.LOGPROBS.
-      prompt_logprobs: of `target_ids_T` [T]; zeros unless BatchFlag.PROMPT_LOGPROBS.
       logits_SV: float32, each row's logits as the model gave them; None unless the step keeps them.
     """
 
     token_ids_S: jax.Array
     finite_S: jax.Array
     logprobs: Logprobs
-    prompt_logprobs: Logprobs
     logits_SV: jax.Array | None = None
+
+    @classmethod
+    def structure(cls, *, keep_logits: bool = False) -> Sampled:
+        """An instance with a placeholder for each array, for its tree structure."""
+        leaf: Any = 0
+        return cls(leaf, leaf, Logprobs.structure(), leaf if keep_logits else None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What the host reads back.
+
+    Attributes:
+      sampled: see there.
+      prompt_logprobs: of `target_ids_T`, and of padding behind them [P]; zeros unless BatchFlag.PROMPT_LOGPROBS.
+    """
+
+    sampled: Sampled
+    prompt_logprobs: Logprobs
 
     @classmethod
     def structure(cls, *, keep_logits: bool = False) -> StepOutput:
         """An instance with a placeholder for each array, for its tree structure."""
-        leaf: Any = 0
-        logprobs = Logprobs(leaf, leaf, leaf, leaf)
-        return cls(leaf, leaf, logprobs, logprobs, leaf if keep_logits else None)
+        return cls(Sampled.structure(keep_logits=keep_logits), Logprobs.structure())
 
 
 def begin_step(
@@ -125,19 +141,35 @@ def layer_step(
     return cache, x_TD
 
 
-def end_step(
+def select_step(
+    model: StepModel, ends: nnx.State, x_TD: jax.Array, batch: ForwardBatch
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Final hidden states of the tokens that somebody may want logits of.
+
+    Returns:
+      (each row's last [S, D], all [P, D], the tokens that follow these [P]); P is `num_scored(T)`.
+    """
+    hidden_TD = nnx.merge(model.ends, ends).norm(x_TD)
+    num_tokens = hidden_TD.shape[0]
+    extra = num_scored(num_tokens) - num_tokens
+    hidden_PD = jnp.pad(hidden_TD, ((0, extra), (0, 0)))
+    return hidden_TD[batch.logits_indices_S], hidden_PD, jnp.pad(batch.target_ids_T, (0, extra))
+
+
+def sample_step(
     model: StepModel,
     rows_at_once: int,
     ends: nnx.State,
     sampling: SamplingState,
     last_token_ids_R: jax.Array,
-    x_TD: jax.Array,
-    batch: ForwardBatch,
+    hidden_SD: jax.Array,
+    rows: SamplingRows,
+    flags: jax.Array,
     *,
     deterministic: bool = False,
     keep_logits: bool = False,
-) -> tuple[SamplingState, jax.Array, StepOutput]:
-    """What comes after the layers: logits, and one sampled token for each row.
+) -> tuple[SamplingState, jax.Array, Sampled]:
+    """Logits, and one sampled token for each row.
 
     Args:
       rows_at_once: see `sampling.sample`.
@@ -145,27 +177,63 @@ def end_step(
         their own, and sampling needs none with `rows_at_once` 1.)
       keep_logits: return the logits as well, for tests.
     """
-    score = logprobs_by_row if deterministic else logprobs_of
-    top = nnx.merge(model.ends, ends)
-    hidden_TD = top.norm(x_TD)
     with jax.named_scope("logits"):
-        logits_SV = top.compute_logits(hidden_TD[batch.logits_indices_S])
+        logits_SV = nnx.merge(model.ends, ends).compute_logits(hidden_SD)
     with jax.named_scope("sample"):
-        token_S, finite_S, sampling = sample(
-            logits_SV, batch.sampling, batch.flags, sampling, rows_at_once=rows_at_once
-        )
+        token_S, finite_S, sampling = sample(logits_SV, rows, flags, sampling, rows_at_once=rows_at_once)
     with jax.named_scope("logprobs"):
-        num_rows, vocab_size = logits_SV.shape
+        score = logprobs_by_row if deterministic else logprobs_of
         logprobs = lax.cond(
-            (batch.flags & BatchFlag.LOGPROBS) != 0,
+            (flags & BatchFlag.LOGPROBS) != 0,
             lambda: score(logits_SV, token_S),
-            lambda: no_logprobs(num_rows, vocab_size),
+            lambda: no_logprobs(*logits_SV.shape),
         )
-        prompt_logprobs = _score_prompt(top.compute_logits, score, hidden_TD, batch, vocab_size)
-    output = StepOutput(token_S, finite_S, logprobs, prompt_logprobs, logits_SV if keep_logits else None)
     # Rows that do not sample write as well: nobody reads a slot's token before the slot has sampled one.
-    last_token_ids_R = last_token_ids_R.at[batch.sampling.state_rows_S].set(token_S, mode="promise_in_bounds")
-    return sampling, last_token_ids_R, output
+    last_token_ids_R = last_token_ids_R.at[rows.state_rows_S].set(token_S, mode="promise_in_bounds")
+    return (
+        sampling,
+        last_token_ids_R,
+        Sampled(token_S, finite_S, logprobs, logits_SV if keep_logits else None),
+    )
+
+
+def score_step(
+    model: StepModel,
+    ends: nnx.State,
+    hidden_PD: jax.Array,
+    targets_P: jax.Array,
+    flags: jax.Array,
+    *,
+    deterministic: bool = False,
+) -> Logprobs:
+    """Logprobs of `targets_P`, a few rows at a time; no work at all unless somebody asked."""
+    compute_logits = nnx.merge(model.ends, ends).compute_logits
+    score = logprobs_by_row if deterministic else logprobs_of
+
+    def chunk(index: jax.Array, scored: Logprobs) -> Logprobs:
+        start = index * _SCORED_ROWS
+        new = score(
+            compute_logits(lax.dynamic_slice_in_dim(hidden_PD, start, _SCORED_ROWS)),
+            lax.dynamic_slice_in_dim(targets_P, start, _SCORED_ROWS),
+        )
+        return jax.tree.map(
+            lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new
+        )
+
+    # A branch, not a loop of no rounds: XLA hoists the body out of a loop that has at most one round.
+    vocab_size = jax.eval_shape(compute_logits, hidden_PD).shape[-1]
+    none = no_logprobs(targets_P.shape[0], vocab_size)
+    with jax.named_scope("prompt_logprobs"):
+        return lax.cond(
+            (flags & BatchFlag.PROMPT_LOGPROBS) != 0,
+            lambda: lax.fori_loop(0, targets_P.shape[0] // _SCORED_ROWS, chunk, none),
+            lambda: none,
+        )
+
+
+def num_scored(num_tokens: int) -> int:
+    """P for T: the next power of two, so that many shapes share one program; whole chunks."""
+    return max(_SCORED_ROWS, 1 << (num_tokens - 1).bit_length())
 
 
 def _fill_in_last_tokens(batch: ForwardBatch, last_token_ids_R: jax.Array) -> jax.Array:
@@ -192,7 +260,9 @@ def step_parts(
     return StepParts(
         partial(begin_step, model, bucket),
         tuple(partial(layer_step, graphdef, attention) for graphdef in model.layers),
-        partial(end_step, model, rows_at_once, deterministic=deterministic, keep_logits=keep_logits),
+        partial(select_step, model),
+        partial(sample_step, model, rows_at_once, deterministic=deterministic, keep_logits=keep_logits),
+        partial(score_step, model, deterministic=deterministic),
     )
 
 
@@ -209,42 +279,17 @@ def serve_step(
         with jax.named_scope(f"layer_{index}"):
             cache, x_TD = part(layer, state.kv_cache.layer(index), x_TD, shared, batch)
         caches.append(cache)
-    sampling, last_token_ids_R, output = parts.end(
-        params.ends, state.sampling, state.last_token_ids_R, x_TD, batch
-    )
+    sampling, last_token_ids_R, output = finish_step(parts, params.ends, state, x_TD, batch)
     return DeviceState(join_layers(caches), sampling, last_token_ids_R), output
 
 
-def _score_prompt(
-    compute_logits: Callable[[jax.Array], jax.Array],
-    score: Callable[[jax.Array, jax.Array], Logprobs],
-    hidden_TD: jax.Array,
-    batch: ForwardBatch,
-    vocab_size: int,
-) -> Logprobs:
-    """Logprobs of `target_ids_T`, a few rows at a time; no work at all unless somebody asked."""
-    num_tokens = hidden_TD.shape[0]
-    rows = min(_SCORED_ROWS, num_tokens)
-    # Slices past the end would be clamped onto rows already scored: pad to whole chunks.
-    extra = -num_tokens % rows
-    hidden = jnp.pad(hidden_TD, ((0, extra), (0, 0)))
-    targets = jnp.pad(batch.target_ids_T, (0, extra))
-
-    def chunk(index: jax.Array, scored: Logprobs) -> Logprobs:
-        start = index * rows
-        new = score(
-            compute_logits(lax.dynamic_slice_in_dim(hidden, start, rows)),
-            lax.dynamic_slice_in_dim(targets, start, rows),
-        )
-        return jax.tree.map(
-            lambda all_, part: lax.dynamic_update_slice_in_dim(all_, part, start, 0), scored, new
-        )
-
-    # A branch, not a loop of no rounds: XLA hoists the body out of a loop that has at most one round.
-    none = no_logprobs(num_tokens + extra, vocab_size)
-    scored = lax.cond(
-        (batch.flags & BatchFlag.PROMPT_LOGPROBS) != 0,
-        lambda: lax.fori_loop(0, (num_tokens + extra) // rows, chunk, none),
-        lambda: none,
+def finish_step(
+    parts: StepParts, ends: nnx.State, state: DeviceState, x_TD: jax.Array, batch: ForwardBatch
+) -> tuple[SamplingState, jax.Array, StepOutput]:
+    """What comes after the layers: (sampling state, last_token_ids_R, output)."""
+    hidden_SD, hidden_PD, targets_P = parts.select(ends, x_TD, batch)
+    sampling, last_token_ids_R, sampled = parts.sample(
+        ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags
     )
-    return jax.tree.map(lambda x: x[:num_tokens], scored)
+    prompt_logprobs = parts.score(ends, hidden_PD, targets_P, batch.flags)
+    return sampling, last_token_ids_R, StepOutput(sampled, prompt_logprobs)

@@ -1,7 +1,8 @@
 """A step cut into parts: before its layers, each layer, and after them.
 
 Where launching a program is cheap next to running it (on a CPU), each part is a program of its own, and all layers of
-one kind share theirs: a model of 30 layers then compiles, loads and takes memory like one of a single layer.
+one kind share theirs: a model of 30 layers then compiles, loads and takes memory like one of a single layer. What
+comes after the layers is cut where the number of tokens stops to matter, so that shapes share those parts as well.
 Elsewhere the parts are traced into one program.
 """
 
@@ -58,12 +59,17 @@ class StepParts:
     Attributes:
       begin: (ends, last_token_ids_R, packed) -> (batch, x_TD, shared).
       layers: (layer, cache of one layer, x_TD, shared, batch) -> (cache, x_TD), for each.
-      end: (ends, sampling state, last_token_ids_R, x_TD, batch) -> (sampling state, last_token_ids_R, output).
+      select: (ends, x_TD, batch) -> (hidden_SD, hidden_PD, targets_P).
+      sample: (ends, sampling state, last_token_ids_R, hidden_SD, sampling rows, flags)
+        -> (sampling state, last_token_ids_R, sampled); knows S alone.
+      score: (ends, hidden_PD, targets_P, flags) -> logprobs; knows P alone.
     """
 
     begin: Callable[..., Any]
     layers: tuple[Callable[..., Any], ...]
-    end: Callable[..., Any]
+    select: Callable[..., Any]
+    sample: Callable[..., Any]
+    score: Callable[..., Any]
 
 
 def split_model(

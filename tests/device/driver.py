@@ -21,7 +21,7 @@ from tests.fakes import make_config
 MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 2, 4, 2, 8, 128, tie_word_embeddings=True)
 CONFIG = make_config(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=128)
 # Rows differ from the chunk in which prompts are scored (2, 32, 32), so that shapes tell them apart.
-BUCKETS = ShapeBuckets(((2, (1,)), (32, (8,)), (64, (16,))), CONFIG.max_blocks_per_seq)
+BUCKETS = ShapeBuckets(((2, (1,)), (32, (8,)), (64, (8, 16))), CONFIG.max_blocks_per_seq)
 NUM_BLOCKS = 4000  # a layer's keys weigh more than all of a step's temporaries
 
 

@@ -180,7 +180,7 @@ def test_a_restart_compiles_nothing_and_computes_the_same(tmp_path: Path) -> Non
         outputs.append(list(driver.finish(request, 9)))
         assert runner.serving_compilations == 0
         runner.close()
-    assert compiled == [5, 0]  # three parts of a step (layers share one), and two that change state alone
+    assert compiled == [7, 0]  # five parts of a step (layers share one), and two that change state alone
     assert outputs[0] == outputs[1]
 
 

@@ -16,6 +16,7 @@ import pytest
 from jaxserve.batch.bucket import Bucket
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.programs import ProgramMaker
+from jaxserve.device.step import num_scored
 from jaxserve.device.step_parts import StepParts
 from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import TokenLogprobs
@@ -60,9 +61,9 @@ def test_state_is_updated_in_place(
     assert len(set(map(id, parts.layers))) == 1, "equal layers share a program"
     keys, values, hidden = (leaves(params.layers[0]) + i for i in range(3))
     assert hlo.aliased_outputs(parts.layers[0].as_text()) == {0: keys, 1: values, 2: hidden}
-    aliased = hlo.aliased_outputs(parts.end.as_text())
+    aliased = hlo.aliased_outputs(parts.sample.as_text())
     assert [aliased[i] - aliased[0] for i in range(leaves(state.sampling) + 1)] == [0, 1, 2]
-    for part in (parts.begin, parts.layers[0], parts.end):
+    for part in (parts.begin, parts.layers[0], parts.select, parts.sample, parts.score):
         assert part.memory_analysis().temp_size_in_bytes < POOL_BYTES
 
 
@@ -92,30 +93,37 @@ def test_scoring_a_prompt_costs_nothing_unless_asked_for(
     parts_of: Callable[[Bucket], StepParts], whole_of: Callable[[Bucket], Any], bucket: Bucket
 ) -> None:
     """XLA once hoisted the vocabulary-wide product out of the loop that was not entered."""
-    for program in (whole_of(bucket), parts_of(bucket).end):
-        entry, computations = hlo.parse(program.as_text())
-        unconditional = hlo.always_run(entry, computations)
-
-        def products(rows: int, computations: dict[str, hlo.Computation] = computations) -> set[str]:
-            return {
-                name
-                for name, computation in computations.items()
-                for instruction in computation.instructions
-                if instruction.shape == (rows, MODEL.vocab_size)
-            }
-
-        scored = products(min(32, bucket.tokens))
+    parts = parts_of(bucket)
+    for scoring, sampling in ((whole_of(bucket), whole_of(bucket)), (parts.score, parts.sample)):
+        scored, unconditional = products(scoring, 32)
         assert scored, "the scoring is nowhere: this test looks for the wrong shape"
         assert not scored & unconditional
-        assert products(bucket.seqs) & unconditional, "each row's own logits are always computed"
+        sampled, unconditional = products(sampling, bucket.seqs)
+        assert sampled & unconditional, "each row's own logits are always computed"
         if bucket.tokens > 32:
-            assert not products(bucket.tokens), "logits of all tokens at once"
+            assert not products(scoring, bucket.tokens)[0], "logits of all tokens at once"
 
 
-def test_equal_layers_are_compiled_once(tiny_runner: ModelRunner) -> None:
-    """Three parts of each step, and two programs that change state alone; nothing is kept on disk here."""
+def products(program: Any, rows: int) -> tuple[set[str], set[str]]:
+    """Computations of a program that hold logits of `rows` rows, and those that always run."""
+    entry, computations = hlo.parse(program.as_text())
+    found = {
+        name
+        for name, computation in computations.items()
+        for instruction in computation.instructions
+        if instruction.shape == (rows, MODEL.vocab_size)
+    }
+    return found, hlo.always_run(entry, computations)
+
+
+def test_what_is_equal_is_compiled_once(tiny_runner: ModelRunner) -> None:
+    """Layers, and what shapes share; and two programs that change state alone. Nothing is kept on disk here."""
     assert MODEL.num_layers > 1
-    assert tiny_runner.num_compiled == 3 * len(BUCKETS.all_buckets()) + 2
+    buckets = BUCKETS.all_buckets()
+    seqs, scored = {bucket.seqs for bucket in buckets}, {num_scored(bucket.tokens) for bucket in buckets}
+    assert len(seqs) < len(buckets), "two shapes that differ in tokens alone"
+    assert len(scored) < len(buckets), "two shapes that differ in sequences alone"
+    assert tiny_runner.num_compiled == 3 * len(buckets) + len(seqs) + len(scored) + 2
 
 
 def test_a_step_in_parts_is_the_whole_step(
