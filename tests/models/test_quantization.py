@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from jaxserve.config import EngineConfig, ModelConfig, resolve
 from jaxserve.device.step_parts import fill_params, split_model
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.quantization import Int8Linear, quantise_rows
-from tests.checkpoint.tiny_files import tiny_config, write_huggingface
+from tests.checkpoint.tiny_files import tiny_config, tiny_tensors, write_gguf, write_huggingface
 
 MODEL = ModelConfig("LlamaForCausalLM", 272, 32, 64, 2, 4, 2, 8, 128)
 
@@ -77,6 +78,28 @@ def test_every_format_gives_what_the_module_expects(
         filled = fill_params(abstract, params)
         shapes = lambda tree: [(x.shape, x.dtype) for x in nnx.to_flat_state(tree).leaves]  # noqa: E731
         assert all(shapes(a) == shapes(b) for a, b in zip(filled.layers, abstract.layers, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0]
+)
+def test_a_gguf_file_becomes_int8_from_its_dequantised_values(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    """q and k lie in another order in the file: a scale must stay with its row."""
+    types = {name: kind for name, array in tiny_tensors(tiny_config()).items() if array.ndim == 2}
+    held = write_gguf(tmp_path / "m.gguf", types=types)
+    params = open_checkpoint(tmp_path / "m.gguf").load_params("bfloat16", quantization="int8")
+    for layer, module, name in (
+        (0, "self_attn", "q_proj"),
+        (1, "self_attn", "k_proj"),
+        (1, "mlp", "down_proj"),
+    ):
+        leaves = params["layers"][layer][module][name]
+        assert leaves["kernel"].dtype == jnp.int8
+        scale = np.asarray(leaves["kernel_scale"])[:, None]
+        wanted = held[f"model.layers.{layer}.{module}.{name}.weight"]
+        assert (np.abs(np.asarray(leaves["kernel"], np.float32) * scale - wanted) <= scale * 0.50001).all()
 
 
 def test_damage_is_found_in_a_matrix_that_became_integers(tmp_path: Path) -> None:
