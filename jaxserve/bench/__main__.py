@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxserve.bench.peers.command import add_command, run_command
 from jaxserve.bench.workload import read_workload
-from jaxserve.config import EngineConfig
+from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.progress import BarProgress
+from jaxserve.progress import BarProgress, Progress
 
 EXIT_DISAGREE = 1
 EXIT_BAD_INPUT = 2
 _STEP_REPEATS = 15
+
+_QUALITY = Path("workloads/quality")  # of a checkout, which is where `scripts/bench` is
+
+Measured = tuple[str, dict[str, object], int]  # text, facts for JSON, exit code
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,85 +64,149 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="N",
         help="[default: 2 8 16 32 64]",
     )
+    quality = commands.add_parser(
+        "quality",
+        help="what smaller number formats cost in quality",
+        description="Perplexity of a text, and agreement with float32's greedy answers, of float32, bfloat16 and int8 "
+        "matrices, computed by the engine. Exit codes: 0; 2 for bad input.",
+    )
+    _add_engine(quality)
+    quality.add_argument(
+        "--text", type=Path, default=_QUALITY / "alice.txt", metavar="FILE", help="what to score"
+    )
+    quality.add_argument(
+        "--prompts", type=Path, default=_QUALITY / "prompts.json", metavar="FILE", help="a JSON list of texts"
+    )
+    quality.add_argument(
+        "--window", type=_positive, default=1024, metavar="N", help="tokens scored together [default: 1024]"
+    )
+    quality.add_argument("--limit", type=_positive, metavar="N", help="only the first N windows and prompts")
     add_command(commands)
     return parser.parse_args(arguments)
 
 
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
-    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+def _add_engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
-    command.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    command.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of both engines")
-    command.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of both engines")
-    command.add_argument("--max-model-len", type=_positive, metavar="N", help="of both engines")
+    command.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of every engine")
+    command.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of every engine")
+    command.add_argument("--max-model-len", type=_positive, metavar="N", help="of every engine")
     command.add_argument(
-        "--num-gpu-blocks-override",
+        "--num-blocks",
         type=_positive,
         metavar="N",
-        help="KV blocks of each engine [default: enough that no request is preempted]",
+        help="KV blocks of each engine [default: enough]",
     )
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
+    _add_engine(command)
+    command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
+    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    command.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    command.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none")
     command.add_argument(
         "--repeats", type=_positive, metavar="K", help="passes of each [default: 1; step: 15]"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry out a command line; returns the exit code."""
     if arguments.command == "peers":
         return run_command(arguments)
-    workload = read_workload(arguments.workload, limit=arguments.limit)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"{arguments.json}: there is no such folder")
-    from jaxserve.bench import deterministic, static, step
-
-    options = EngineConfig(
-        dtype=arguments.dtype,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_model_len=arguments.max_model_len,
-        num_blocks=arguments.num_gpu_blocks_override,
-    )
-    announce = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    repeats = arguments.repeats or 1
     with BarProgress() as progress:
-        if arguments.command == "step":
-            times = step.measure_steps(
-                arguments.model,
-                workload,
-                options,
-                rows=tuple(arguments.rows),
-                repeats=arguments.repeats or _STEP_REPEATS,
-                progress=progress,
-            )
-            text, facts, code = step.report(times), step.to_json(times), 0
-        elif arguments.command == "deterministic":
-            cost = deterministic.measure_cost(
-                arguments.model,
-                workload,
-                options,
-                repeats=repeats,
-                progress=progress,
-                announce=announce,
-            )
-            text, facts, code = deterministic.report(cost), deterministic.to_json(cost), 0
-        else:
-            result = static.compare(
-                arguments.model,
-                workload,
-                options,
-                static_batch=arguments.static_batch,
-                repeats=repeats,
-                progress=progress,
-                announce=announce,
-            )
-            text, facts = static.report(result), static.to_json(result)
-            code = EXIT_DISAGREE if result.real_differences else 0
+        text, facts, code = _MEASURE[arguments.command](arguments, progress)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
     print(text)
     return code
+
+
+def _options(arguments: argparse.Namespace, **formats: Any) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_model_len=arguments.max_model_len,
+        num_blocks=arguments.num_blocks,
+        **formats,
+    )
+
+
+def _formats(arguments: argparse.Namespace) -> dict[str, Any]:
+    quantization = None if arguments.quantization == "none" else arguments.quantization
+    return {"dtype": arguments.dtype, "quantization": quantization}
+
+
+def _measure_static(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import static
+
+    result = static.compare(
+        arguments.model,
+        read_workload(arguments.workload, limit=arguments.limit),
+        _options(arguments, **_formats(arguments)),
+        static_batch=arguments.static_batch,
+        repeats=arguments.repeats or 1,
+        progress=progress,
+        announce=_announce,
+    )
+    code = EXIT_DISAGREE if result.real_differences else 0
+    return static.report(result), static.to_json(result), code
+
+
+def _measure_deterministic(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import deterministic
+
+    cost = deterministic.measure_cost(
+        arguments.model,
+        read_workload(arguments.workload, limit=arguments.limit),
+        _options(arguments, **_formats(arguments)),
+        repeats=arguments.repeats or 1,
+        progress=progress,
+        announce=_announce,
+    )
+    return deterministic.report(cost), deterministic.to_json(cost), 0
+
+
+def _measure_step(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import step
+
+    times = step.measure_steps(
+        arguments.model,
+        read_workload(arguments.workload, limit=arguments.limit),
+        _options(arguments, **_formats(arguments)),
+        rows=tuple(arguments.rows),
+        repeats=arguments.repeats or _STEP_REPEATS,
+        progress=progress,
+    )
+    return step.report(times), step.to_json(times), 0
+
+
+def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import quality
+
+    result = quality.measure_quality(
+        arguments.model,
+        quality.read_exam(arguments.text, arguments.prompts, window=arguments.window, limit=arguments.limit),
+        _options(arguments),
+        max_windows=arguments.limit,
+        progress=progress,
+        announce=_announce,
+    )
+    return quality.report(result), quality.to_json(result), 0
+
+
+_MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
+    "static": _measure_static,
+    "deterministic": _measure_deterministic,
+    "step": _measure_step,
+    "quality": _measure_quality,
+}
+
+
+def _announce(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
