@@ -102,9 +102,9 @@ class EngineConfig:
       max_num_batched_tokens: most tokens computed in one step (decode tokens and prefill chunks together).
       max_prefill_chunk: most prompt tokens of one request in one step while others want to prefill as well.
       block_size: tokens a KV block holds.
-      num_blocks: KV blocks usable by requests; None sizes the pool from the memory there is.
-      kv_cache_memory_fraction: share of the device's memory that the pool (on an accelerator: weights and pool) may
-        take when it is sized.
+      num_blocks: KV blocks usable by requests; None fills what is left of `memory_fraction`.
+      memory_fraction: share of the device's memory (on a CPU, of the machine's or the container's) that everything
+        together may take; None is 0.9, of which the pool gets no more than 0.1 on a CPU.
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
       scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
       max_waiting: most sequences that wait besides the `max_num_seqs` that run; more are refused (QueueFullError).
@@ -131,7 +131,7 @@ class EngineConfig:
     max_prefill_chunk: int | None = None
     block_size: int = 32
     num_blocks: int | None = None
-    kv_cache_memory_fraction: float | None = None
+    memory_fraction: float | None = None
     enable_prefix_caching: bool = True
     scheduler: SchedulerKind = "continuous"
     max_waiting: int = 4096

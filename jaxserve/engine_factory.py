@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.attention import choose_attention
-from jaxserve.device.memory import plan_num_blocks
+from jaxserve.device.memory_plan import plan_memory
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.program_eviction import evict_programs
 from jaxserve.engine import EngineCore
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
+
+logger = logging.getLogger("jaxserve.memory")
 
 
 def create_engine(
@@ -51,25 +54,33 @@ def create_engine(
     attention = choose_attention(checkpoint.config, config)  # early: an error should cost no time
     buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
     recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
-    params = checkpoint.load_params(
-        jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
+    cache_directory, dtype = _cache_directory(options), jnp.dtype(config.dtype)
+    plan = plan_memory(
+        options,
+        config,
+        checkpoint.config,
+        weights=checkpoint.param_bytes(dtype, quantization=config.quantization),
+        attention=attention,
+        buckets=buckets,
+        cache_directory=cache_directory,
+        progress=progress,
     )
-    num_blocks = plan_num_blocks(options, config, checkpoint.config)
-    cache_directory = _cache_directory(options)
+    params = checkpoint.load_params(dtype, quantization=config.quantization, progress=progress)
     runner = ModelRunner(
         checkpoint.config,
         config,
         params,
         attention=attention,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
         buckets=buckets,
         cache_directory=cache_directory,
+        maker=plan.maker,
     )
     del params  # the runner's alone now: closing it frees them
     runner.warm_up(progress, wait_for_all=wait_for_programs)
     if cache_directory is not None:
         evict_programs(cache_directory, options.program_cache_bytes)
-    return EngineCore(
+    engine = EngineCore(
         model_name=served_name or checkpoint.name,
         config=config,
         model_config=checkpoint.config,
@@ -77,9 +88,13 @@ def create_engine(
         tokenizer=checkpoint.load_tokenizer(),
         runner=runner,
         buckets=runner.buckets,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
         recorder=recorder,
     )
+    account = runner.account(temporaries=plan.account.temporaries)
+    logger.info("memory, as accounted before serving:\n%s", account.table())
+    engine.stats.memory = account.by_kind()
+    return engine
 
 
 def _cache_directory(options: EngineConfig) -> Path | None:

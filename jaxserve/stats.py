@@ -39,6 +39,7 @@ class EngineStats:
       finished: requests ended, by finish reason.
       shapes: whose programs are ready; refreshed between steps as well.
       by_bucket: (T, S) of every bucket there is -> what came to it.
+      memory: bytes by what they are for, as accounted before serving.
       step_seconds, host_seconds: summed wall time of steps, and of what of it was not spent waiting for the device.
       host_gap_seconds: summed time for which the device waited for the host, see `HostGap`.
     """
@@ -62,6 +63,7 @@ class EngineStats:
     finished: dict[str, int] = field(default_factory=dict)
     shapes: ReadyShapes = field(default_factory=ReadyShapes)
     by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
     step_seconds: float = 0.0
     host_seconds: float = 0.0
     host_gap_seconds: float = 0.0

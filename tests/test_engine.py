@@ -492,14 +492,12 @@ def test_a_pool_that_fits_nothing_is_refused_with_the_numbers(tiny_checkpoint_di
     before = _device_bytes()
     for changes, named in (
         ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
-        ({"num_blocks": None, "kv_cache_memory_fraction": 1e-9}, r"\d+ .*bytes.* KV block of \d+ bytes"),
+        ({"num_blocks": None, "memory_fraction": 1e-9}, r"too little memory for 1 KV block.*KV cache .* GB"),
+        ({"num_blocks": None, "memory_fraction": 0.0}, r"memory_fraction must be in \(0, 1\]"),
+        ({"num_blocks": None, "memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\]"),
         (
-            {"num_blocks": None, "kv_cache_memory_fraction": 0.0},
-            r"kv_cache_memory_fraction must be in \(0, 1\]",
-        ),
-        (
-            {"num_blocks": None, "kv_cache_memory_fraction": 1.5},
-            r"kv_cache_memory_fraction must be in \(0, 1\]",
+            {"num_blocks": 10**9},
+            r"1000000000 KV blocks .* do not fit: together .*KV cache .* GB.*lower num_blocks",
         ),
     ):
         options = dataclasses.replace(

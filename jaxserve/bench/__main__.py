@@ -80,6 +80,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     quality.add_argument(
         "--window", type=_positive, default=1024, metavar="N", help="tokens scored together [default: 1024]"
     )
+    quality.add_argument(
+        "--bucket-plan",
+        type=Path,
+        default=_QUALITY / "shapes.json",
+        metavar="FILE",
+        help="shapes of every engine; few by default, because compiling them takes most of the time",
+    )
     quality.add_argument("--limit", type=_positive, metavar="N", help="only the first N windows and prompts")
     add_command(commands)
     return parser.parse_args(arguments)
@@ -189,7 +196,7 @@ def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measu
     result = quality.measure_quality(
         arguments.model,
         quality.read_exam(arguments.text, arguments.prompts, window=arguments.window, limit=arguments.limit),
-        _options(arguments),
+        _options(arguments, bucket_plan=str(arguments.bucket_plan)),
         max_windows=arguments.limit,
         progress=progress,
         announce=_announce,

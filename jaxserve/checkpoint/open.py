@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,20 @@ class Checkpoint:
         return as_tree(
             self.load_leaves(dtype, quantization=quantization, sharding=sharding, progress=progress)
         )
+
+    def param_bytes(self, dtype: Any, *, quantization: Quantization | None = None) -> int:
+        """What `load_params` will put on the device."""
+        import jax.numpy as jnp
+
+        from jaxserve.models.quantization import is_quantised, scale_spec
+
+        total = 0
+        for spec in self.weights.specs:
+            if is_quantised(spec, quantization):
+                total += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
+            else:
+                total += math.prod(spec.shape) * jnp.dtype(dtype).itemsize
+        return total
 
     def load_leaves(
         self,

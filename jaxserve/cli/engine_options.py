@@ -75,20 +75,21 @@ MaxPrefillChunk = Annotated[
 BlockSize = Annotated[
     int, typer.Option(min=1, help="Tokens in a block of the KV cache.", rich_help_panel=PANEL)
 ]
-NumGpuBlocksOverride = Annotated[
-    int | None,
+NumBlocks = Annotated[
+    str,
     typer.Option(
-        min=1,
-        help="Blocks of the KV cache, on any device [default: from the memory there is].",
+        metavar="auto|N",
+        help="Blocks of the KV cache; auto fills what is left of the memory fraction.",
         rich_help_panel=PANEL,
     ),
 ]
-KvCacheMemoryFraction = Annotated[
+MemoryFraction = Annotated[
     float | None,
     typer.Option(
         min=0.01,
         max=1.0,
-        help="Share of the device's memory for the KV cache (GPU: and the weights).",
+        help="Share of the device's memory (CPU: of the machine's or the container's) for everything together "
+        "[default: 0.9; on a CPU the KV cache then takes at most 0.1].",
         rich_help_panel=PANEL,
     ),
 ]
@@ -166,6 +167,15 @@ def quantization_of(choice: QuantizationChoice) -> QuantizationName | None:
     return None if choice is QuantizationChoice.none else "int8"
 
 
+def num_blocks_of(text: str) -> int | None:
+    """None for "auto"; raises BadParameter for what is neither that nor a number of at least 1."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"--num-blocks must be auto or a number of at least 1, got {text!r}")
+    return int(text)
+
+
 def engine_config(
     *,
     dtype: DTypeChoice,
@@ -175,8 +185,8 @@ def engine_config(
     max_num_batched_tokens: int | None,
     max_prefill_chunk: int | None,
     block_size: int,
-    num_gpu_blocks_override: int | None,
-    kv_cache_memory_fraction: float | None,
+    num_blocks: str,
+    memory_fraction: float | None,
     enable_prefix_caching: bool,
     scheduler: SchedulerChoice,
     attention_backend: str,
@@ -197,8 +207,8 @@ def engine_config(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk=max_prefill_chunk,
         block_size=block_size,
-        num_blocks=num_gpu_blocks_override,
-        kv_cache_memory_fraction=kv_cache_memory_fraction,
+        num_blocks=num_blocks_of(num_blocks),
+        memory_fraction=memory_fraction,
         enable_prefix_caching=enable_prefix_caching,
         scheduler=scheduler.value,
         attention_backend=attention_backend,

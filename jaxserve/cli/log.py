@@ -6,6 +6,7 @@ import logging
 
 _TOLD = (
     "pallas_kernels",  # which attention backend runs
+    "jaxserve.memory",  # what it is for
     "jaxserve.executables",  # why programs are compiled again
     "jaxserve.programs",  # when all of them are ready
 )

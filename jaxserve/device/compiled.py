@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxserve.device.machine_memory import release_free_memory
 from jaxserve.progress import Progress
 
 logger = logging.getLogger("jaxserve.programs")
@@ -72,6 +73,7 @@ class ExecutableSet[Key: Hashable]:
                 if self._closing.is_set():
                     return
                 self._add(key, self._make_one(key))
+                release_free_memory()  # which serving has not been accounted for
         except BaseException as error:  # kept for the engine, which ends by it
             logger.critical("a program could not be made", exc_info=error)
             self.failure = error

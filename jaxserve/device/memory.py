@@ -1,72 +1,110 @@
-"""How many KV blocks the device has room for."""
+"""Before anything is allocated: how many KV blocks there are, and whether all that an engine needs fits."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import block_bytes
+from jaxserve.device.machine_memory import MachineMemory
+from jaxserve.device.memory_account import MemoryAccount, gigabytes
 from jaxserve.errors import ConfigError
 
-_CPU_FRACTION = 0.1  # of the machine's memory: a laptop wants to keep the rest
-_ACCELERATOR_FRACTION = 0.85  # of the device's memory: leaves room for the step's temporaries
+_FRACTION = 0.9  # of all memory, for everything together
+_CPU_POOL_FRACTION = 0.1  # for the pool of a CPU when nothing is asked for: a laptop wants to keep the rest
+# What a process on a CPU is taken to need beside its arrays, before that can be measured. A fixed number: the pool's
+# size is part of the compiled programs' shapes, so a restart finds its programs only if it finds the same number.
+PROCESS_ALLOWANCE = 800 * 10**6
 
 
-def plan_num_blocks(options: EngineConfig, config: ResolvedConfig, model: ModelConfig) -> int:
-    """The number of usable KV blocks, called when the weights are on the device already.
+def size_pool(
+    options: EngineConfig,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    *,
+    machine: MachineMemory,
+    weights: int,
+    row_state: int,
+    temporaries: Callable[[int], int],
+) -> tuple[int, MemoryAccount]:
+    """The number of usable KV blocks, and what memory will be for. Allocates nothing.
 
-    An explicit `options.num_blocks` is taken as it is. Otherwise the pool may take a fraction of the device's memory
-    (on an accelerator: what that leaves beside the weights), but no more than all sequences at full length could
-    fill. The fraction is of all memory, not of what happens to be free: the pool's size is part of the compiled
-    programs' shapes, so that a restart finds its programs only if it finds the same number.
+    An explicit `options.num_blocks` is taken as it is, if it fits. Otherwise the pool fills what is left of
+    `options.memory_fraction`, with no more than all sequences at full length could fill. The fraction is of all memory,
+    not of what happens to be free, so that it gives the same number at every start.
+
+    Args:
+      machine: before the engine has allocated anything.
+      weights, row_state: bytes.
+      temporaries: with so many blocks, the most bytes that a program needs while it runs. Compiles the largest
+        program, so it is asked only about numbers that fit without: as a rule once, for the number that is used.
 
     Raises:
-      ConfigError: not even one block fits; the text has the numbers.
+      ConfigError: something does not fit; one line that has the account.
     """
-    if options.num_blocks is not None:
-        if options.num_blocks < 1:
-            raise ConfigError(f"num_blocks must be at least 1, got {options.num_blocks}")
-        return options.num_blocks
-    fraction = options.kv_cache_memory_fraction
-    if fraction is None:
-        fraction = _CPU_FRACTION if jax.default_backend() == "cpu" else _ACCELERATOR_FRACTION
+    fraction = _FRACTION if options.memory_fraction is None else options.memory_fraction
     if not 0 < fraction <= 1:
-        raise ConfigError(f"kv_cache_memory_fraction must be in (0, 1], got {fraction}")
-    total, in_use, free = _memory()
+        raise ConfigError(f"memory_fraction must be in (0, 1], got {fraction}")
+    if options.num_blocks is not None and options.num_blocks < 1:
+        raise ConfigError(f"num_blocks must be at least 1, got {options.num_blocks}")
     each = block_bytes(model, config.block_size, jnp.dtype(config.dtype))
-    pool = int(total * fraction) - in_use
-    if pool < each:
+    fixed = MemoryAccount(weights, each, row_state, 0, PROCESS_ALLOWANCE if machine.on_host else 0)
+    budget = int(machine.total * fraction)
+    number = options.num_blocks
+    if number is None:
+        number = min(max(0, budget - fixed.total) // each, config.max_num_seqs * config.max_blocks_per_seq)
+        if machine.on_host and options.memory_fraction is None:
+            number = min(number, max(1, int(machine.total * _CPU_POOL_FRACTION) // each))
+    while True:
+        account = dataclasses.replace(fixed, kv_cache=(number + 1) * each)
+        _require_room(account, number, budget, machine, options, config)
+        account = dataclasses.replace(account, temporaries=temporaries(number))
+        over = account.total - budget
+        if over <= 0 or options.num_blocks is not None:
+            _require_room(account, number, budget, machine, options, config)
+            return number, account
+        number = max(0, number - -(-over // each))
+
+
+def _require_room(
+    account: MemoryAccount,
+    number: int,
+    budget: int,
+    machine: MachineMemory,
+    options: EngineConfig,
+    config: ResolvedConfig,
+) -> None:
+    """Raises ConfigError: the account is over the budget, or over what is free now, or the pool is of no use."""
+    asked_length = options.max_model_len if options.num_blocks is None else None
+    needed = 1 if asked_length is None else config.max_blocks_per_seq
+    if number < needed:
+        each = account.kv_cache // (number + 1)
+        wanted = dataclasses.replace(account, kv_cache=(needed + 1) * each)
         raise ConfigError(
-            f"{fraction:.0%} of {total} bytes of memory, less {in_use} in use, is too little for one KV block of "
-            f"{each} bytes; raise the fraction or lower the block size"
+            f"too little memory for {_blocks(needed, config)}: together {gigabytes(wanted.total)} "
+            f"({wanted.line()}), of {gigabytes(budget)} allowed ({_share(budget, machine)}); "
+            + ("lower max_model_len or " if asked_length else "")
+            + "raise memory_fraction"
         )
-    num_blocks = min(pool // each, config.max_num_seqs * config.max_blocks_per_seq)
-    if num_blocks * each > free:
-        raise ConfigError(
-            f"a KV cache of {num_blocks} blocks takes {num_blocks * each} bytes, but only {free} are free; "
-            f"lower kv_cache_memory_fraction ({fraction:.0%}) or set num_blocks"
-        )
-    return num_blocks
+    new = account.total - (min(machine.used, account.process) if machine.on_host else 0)
+    if account.total > budget:
+        limit = f"of {gigabytes(budget)} allowed ({_share(budget, machine)})"
+    elif new > machine.available:
+        limit = f"and only {gigabytes(machine.available)} are free now"
+    else:
+        return
+    raise ConfigError(
+        f"{_blocks(number, config)} do not fit: together {gigabytes(account.total)} ({account.line()}), {limit}; "
+        f"lower num_blocks{'' if options.num_blocks is not None else ' or memory_fraction'}"
+    )
 
 
-def _memory() -> tuple[int, int, int]:
-    """Bytes: (all there are, taken by this process on the device, free)."""
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        total, in_use = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
-        return total, in_use, total - in_use
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return total, 0, _available_host_bytes(total)
+def _blocks(number: int, config: ResolvedConfig) -> str:
+    return f"{number} KV blocks of {config.block_size} tokens"
 
 
-def _available_host_bytes(total: int) -> int:
-    """What Linux says can be had without swapping; `total` where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return total
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), total)
+def _share(budget: int, machine: MachineMemory) -> str:
+    return f"{budget / machine.total:.0%} of {gigabytes(machine.total)}"

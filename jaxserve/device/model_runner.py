@@ -21,6 +21,8 @@ from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.machine_memory import machine_memory, release_free_memory
+from jaxserve.device.memory_account import MemoryAccount, tree_bytes
 from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
 from jaxserve.device.programs import NUM_ESSENTIAL, ProgramKey, ProgramMaker, program_keys
 from jaxserve.device.sampling import (
@@ -39,6 +41,16 @@ from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
 from pallas_kernels.paged_attention import Backend
+
+# What a process grows by on a CPU once it serves, as measured (docs/results): for the first requests and HTTP, and for
+# each program that is still to be made.
+_SERVING_BYTES = 30 * 10**6
+_SHAPE_BYTES = 5 * 10**6
+
+# What a process grows by on a CPU once it serves, as measured: by the first requests and HTTP, and by each shape that
+# is still to be compiled.
+_SERVING_BYTES = 30 * 10**6
+_SHAPE_BYTES = 5 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,7 @@ class ModelRunner:
       num_blocks: usable KV blocks (the sink comes on top).
       buckets: all shapes there will be.
       cache_directory: where compiled programs are kept between starts; None keeps none.
+      maker: of the same programs, if some of them had to be made before; None makes one.
       observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
 
     Attributes:
@@ -82,26 +95,29 @@ class ModelRunner:
         num_blocks: int,
         buckets: ShapeBuckets,
         cache_directory: Path | None,
+        maker: ProgramMaker | None = None,
         observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
     ) -> None:
         if config.deterministic and any(min(b.tokens, b.seqs) < 2 for b in buckets.all_buckets()):
             raise ConfigError("deterministic mode needs buckets of at least 2 tokens and 2 sequences")
-        [sharding] = {array.sharding for array in jax.tree.leaves(params)}
-        programs = describe_programs(
-            model,
-            config,
-            attention=attention,
-            num_blocks=num_blocks,
-            platform=jax.default_backend(),
-            sharding=sharding,
-            keep_logits=observe_logits is not None,
-        )
+        if maker is None:
+            [sharding] = {array.sharding for array in jax.tree.leaves(params)}
+            programs = describe_programs(
+                model,
+                config,
+                attention=attention,
+                num_blocks=num_blocks,
+                platform=jax.default_backend(),
+                sharding=sharding,
+                keep_logits=observe_logits is not None,
+            )
+            maker = ProgramMaker(programs, cache_directory)
         self.padding_row = config.max_num_seqs
         self.buckets = ReadyBuckets(buckets)
-        self._params = fill_params(programs.params, params)
+        self._params = fill_params(maker.programs.params, params)
         self._state = make_state(model, config, num_blocks)
         self._observe_logits = observe_logits
-        self._maker = ProgramMaker(programs, cache_directory)
+        self._maker = maker
         self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker, self._on_ready)
         self._compile_counter = CompileCounter()
 
@@ -131,8 +147,25 @@ class ModelRunner:
         keys = program_keys(self.buckets.planned)
         first = keys if wait_for_all else keys[:NUM_ESSENTIAL]
         self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")
+        release_free_memory()
         if not wait_for_all:
             self._executables.build_in_background(keys)
+
+    def account(self, *, temporaries: int) -> MemoryAccount:
+        """What memory is for, now that it is allocated; for when nothing has run yet.
+
+        Args:
+          temporaries: bytes, as planned.
+        """
+        state = self._state
+        weights, kv_cache = tree_bytes(self._params), tree_bytes(state.kv_cache)
+        row_state = tree_bytes((state.sampling, state.last_token_ids_R))
+        machine = machine_memory()
+        missing = self.buckets.progress.total - self.buckets.progress.ready
+        process = machine.used - weights - kv_cache - row_state
+        if machine.on_host:
+            process += _SERVING_BYTES + missing * _SHAPE_BYTES
+        return MemoryAccount(weights, kv_cache, row_state, temporaries, max(process, 0))
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
         """Hand a step to the device, behind those launched before, and wait for none of them.

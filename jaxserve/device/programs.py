@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jaxserve.device.program_manifest import local_device, make_manifest
 from jaxserve.device.step import serve_step
 from jaxserve.device.step_parts import StepParts
 from jaxserve.device.traced_sources import hash_sources, traced_sources
+from jaxserve.progress import Progress
 
 ProgramKey = Bucket | str
 NUM_ESSENTIAL = 4  # COPY_BLOCKS, LOAD_ROW, the largest shape and the smallest
@@ -43,11 +45,12 @@ class ProgramMaker:
       cache_directory: where compiled programs are kept between starts; None keeps none.
 
     Attributes:
+      programs: what it makes.
       num_compiled: programs that were not found there.
     """
 
     def __init__(self, programs: Programs, cache_directory: Path | None) -> None:
-        self._programs = programs
+        self.programs = programs
         self._lock = threading.Lock()
         self._made: dict[str, Future[Any]] = {}
         self.num_compiled = 0
@@ -64,7 +67,17 @@ class ProgramMaker:
         """
         if isinstance(key, Bucket):
             return self._make_step(key)
-        return self._make(state_program(self._programs, key))
+        return self._make(state_program(self.programs, key))
+
+    def prepare(self, keys: Sequence[ProgramKey], *, threads: int, progress: Progress) -> list[Any]:
+        """Make programs now, `threads` at a time; who asks for them later gets these."""
+        what, made = "Preparing the first shapes", []
+        progress(what, 0, len(keys))
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
+            for program in pool.map(self, keys):
+                made.append(program)
+                progress(what, len(made), len(keys))
+        return made
 
     def close(self) -> None:
         """Drop all programs; others may remove what is kept on disk."""
@@ -73,15 +86,15 @@ class ProgramMaker:
             self.cache.close()
 
     def _make_step(self, bucket: Bucket) -> Any:
-        programs = self._programs
+        programs = self.programs
         if not programs.by_layer:
             return self._make(whole_step(programs, bucket))
         return partial(serve_step, self.make_parts(bucket))
 
     def make_parts(self, bucket: Bucket) -> StepParts:
         """A bucket's step as a program for each part."""
-        made = {name: self._make(part) for name, part in parts_of_step(self._programs, bucket).items()}
-        layers = tuple(made[f"layer{kind}"] for kind in self._programs.model.kinds)
+        made = {name: self._make(part) for name, part in parts_of_step(self.programs, bucket).items()}
+        layers = tuple(made[f"layer{kind}"] for kind in self.programs.model.kinds)
         return StepParts(made["begin"], layers, made["select"], made["sample"], made["score"])
 
     def _make(self, definition: Definition) -> Any:

@@ -123,7 +123,18 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        yield self._memory()
         yield from self._bucket_counters()
+
+    def _memory(self) -> Metric:
+        gauge = GaugeMetricFamily(
+            "jaxserve:memory_bytes",
+            "What memory is for, as accounted before serving.",
+            labels=["model_name", "kind"],
+        )
+        for kind, size in self._stats.memory.items():
+            gauge.add_metric([self._model, kind], size)
+        return gauge
 
     def _bucket_counters(self) -> Iterator[Metric]:
         """By bucket; as many label sets as the engine has shapes."""

@@ -3,106 +3,180 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
 
 import jax.numpy as jnp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig, ModelConfig
-from jaxserve.device import memory
 from jaxserve.device.kv_cache import block_bytes
-from jaxserve.device.memory import plan_num_blocks
+from jaxserve.device.machine_memory import MachineMemory
+from jaxserve.device.memory import PROCESS_ALLOWANCE, size_pool
+from jaxserve.device.memory_account import MemoryAccount
 from jaxserve.errors import ConfigError
 from tests.fakes import make_config
 
 MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 2, 4, 2, 8, 128)
 CONFIG = make_config(max_num_seqs=4, max_model_len=64, block_size=4)  # 64 blocks fill all sequences
+ALL = CONFIG.max_num_seqs * CONFIG.max_blocks_per_seq
 EACH = block_bytes(MODEL, CONFIG.block_size, jnp.float32)
-Machine = Callable[[int, int, int], None]
+WEIGHTS, ROW_STATE = 3 * EACH, EACH
+FIXED = WEIGHTS + ROW_STATE + EACH  # with the sink
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Sets (total, in use, free) bytes."""
-    return lambda *sizes: monkeypatch.setattr(memory, "_memory", lambda: sizes)
+def device(total: int, *, available: int | None = None) -> MachineMemory:
+    """An accelerator."""
+    return MachineMemory(total, total if available is None else available, 0, on_host=False)
 
 
-def plan(num_blocks: int | None = None, fraction: float | None = None) -> int:
-    options = EngineConfig(num_blocks=num_blocks, kv_cache_memory_fraction=fraction)
-    return plan_num_blocks(options, CONFIG, MODEL)
+def host(total: int, *, available: int | None = None, used: int = 0) -> MachineMemory:
+    return MachineMemory(total, total if available is None else available, used, on_host=True)
 
 
-def test_an_explicit_number_is_taken_as_it_is(machine: Machine) -> None:
-    machine(0, 0, 0)
-    assert plan(num_blocks=1) == 1
-    assert plan(num_blocks=10**9, fraction=7.0) == 10**9
+def plan(
+    machine: MachineMemory,
+    num_blocks: int | None = None,
+    fraction: float | None = 1.0,
+    *,
+    temporaries: int = 0,
+    asked: list[int] | None = None,
+    max_model_len: int | None = None,
+) -> tuple[int, MemoryAccount]:
+    def probe(number: int) -> int:
+        (asked if asked is not None else []).append(number)
+        return temporaries
+
+    return size_pool(
+        EngineConfig(num_blocks=num_blocks, memory_fraction=fraction, max_model_len=max_model_len),
+        CONFIG,
+        MODEL,
+        machine=machine,
+        weights=WEIGHTS,
+        row_state=ROW_STATE,
+        temporaries=probe,
+    )
+
+
+def refusal(*args: object, **named: object) -> str:
+    with pytest.raises(ConfigError) as refused:
+        plan(*args, **named)  # type: ignore[arg-type]
+    assert "\n" not in str(refused.value)
+    for kind in ("weights", "KV cache", "row state", "temporaries", "process", "together"):
+        assert re.search(rf"{kind} \d+\.\d+ GB", str(refused.value)), kind
+    return str(refused.value)
+
+
+def test_an_explicit_number_is_taken_if_it_fits() -> None:
+    number, account = plan(device(FIXED + 1000 * EACH), 1000)
+    assert number == 1000
+    assert account.total == FIXED + 1000 * EACH
+    assert "1001 KV blocks of 4 tokens do not fit" in refusal(device(FIXED + 1000 * EACH), 1001)
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_an_explicit_number_below_one_is_refused(number: int) -> None:
     with pytest.raises(ConfigError, match=f"num_blocks must be at least 1, got {number}"):
-        plan(num_blocks=number)
+        plan(device(10**9), number)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.01, float("nan"), float("inf")])
 def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_memory_fraction must be in \(0, 1\], got"):
-        plan(fraction=fraction)
+    with pytest.raises(ConfigError, match=r"memory_fraction must be in \(0, 1\], got"):
+        plan(device(10**9), fraction=fraction)
 
 
-@pytest.mark.parametrize(("blocks", "expected"), [(1, 1), (17, 17), (64, 64), (65, 64), (10**6, 64)])
-def test_the_pool_takes_its_share_and_never_more_than_can_be_used(
-    machine: Machine, blocks: int, expected: int
-) -> None:
-    machine(2 * blocks * EACH, 0, 2 * blocks * EACH)
-    assert plan(fraction=0.5) == expected
-
-
-def test_a_partial_block_does_not_count(machine: Machine) -> None:
-    machine(3 * EACH - 1, 0, 3 * EACH)
-    assert plan(fraction=1.0) == 2
-
-
-@pytest.mark.parametrize(
-    ("total", "in_use"), [(0, 0), (EACH - 1, 0), (10 * EACH, 9 * EACH + 1), (EACH, 5 * EACH)]
+@given(
+    room=st.integers(0, 2 * ALL * EACH),
+    temporaries=st.integers(0, ALL * EACH),
+    fraction=st.sampled_from([0.25, 0.9, 1.0]),
 )
-def test_room_for_less_than_one_block_is_refused_with_numbers(
-    machine: Machine, total: int, in_use: int
+def test_the_pool_fills_what_is_left_and_nothing_is_over_the_budget(
+    room: int, temporaries: int, fraction: float
 ) -> None:
-    machine(total, in_use, total)
-    with pytest.raises(ConfigError) as refusal:
-        plan(fraction=1.0)
-    for number in (total, in_use, EACH):
-        assert str(number) in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    machine = device(FIXED + room)
+    budget = int(machine.total * fraction)
+    asked: list[int] = []
+    wanted = min(ALL, (budget - FIXED - temporaries) // EACH)
+    if wanted < 1:
+        refusal(machine, fraction=fraction, temporaries=temporaries)
+        return
+    number, account = plan(machine, fraction=fraction, temporaries=temporaries, asked=asked)
+    assert number == wanted
+    assert account.total == FIXED + number * EACH + temporaries <= budget
+    assert asked[-1] == number
+    assert len(asked) == len(set(asked)) <= 2, (
+        "programs are compiled for one number, or for a second if need be"
+    )
 
 
-def test_a_pool_that_does_not_fit_beside_other_programs_is_refused_with_numbers(machine: Machine) -> None:
-    machine(100 * EACH, 0, 9 * EACH)
-    assert plan(fraction=0.09) == 9
-    with pytest.raises(ConfigError) as refusal:
-        plan(fraction=0.1)
-    for number in (10, 10 * EACH, 9 * EACH):
-        assert str(number) in str(refusal.value)
+def test_nothing_is_compiled_for_what_can_not_fit() -> None:
+    asked: list[int] = []
+    refusal(device(FIXED + 9 * EACH), 10, asked=asked)
+    refusal(device(FIXED), asked=asked)
+    assert asked == []
 
 
-def test_what_happens_to_be_free_changes_nothing(machine: Machine) -> None:
+def test_an_explicit_number_that_leaves_no_room_for_a_step_is_refused() -> None:
+    machine = device(FIXED + 10 * EACH)
+    assert plan(machine, 10)[0] == 10
+    assert plan(machine, 9, temporaries=EACH)[0] == 9
+    assert "do not fit" in refusal(machine, 10, temporaries=1)
+
+
+def test_the_process_counts_where_it_shares_the_memory() -> None:
+    room = FIXED + 10 * EACH
+    assert plan(device(room))[0] == plan(host(room + PROCESS_ALLOWANCE))[0] == 10
+    assert plan(host(room + PROCESS_ALLOWANCE))[1].process == PROCESS_ALLOWANCE
+
+
+def test_without_a_wish_a_cpu_keeps_most_of_its_memory() -> None:
+    total = 10 * (PROCESS_ALLOWANCE + FIXED)
+    pool = total // 10 // EACH
+    big = dataclasses.replace(CONFIG, max_num_seqs=10**6)
+    number, _ = size_pool(
+        EngineConfig(), big, MODEL, machine=host(total), weights=0, row_state=0, temporaries=lambda n: 0
+    )
+    assert number == pool
+    number, _ = size_pool(
+        EngineConfig(), big, MODEL, machine=device(total), weights=0, row_state=0, temporaries=lambda n: 0
+    )
+    assert number == int(total * 0.9) // EACH - 1
+
+
+def test_what_other_programs_have_is_not_free() -> None:
+    text = refusal(host(10**10, available=PROCESS_ALLOWANCE, used=0))
+    assert f"only {PROCESS_ALLOWANCE / 1e9:.3f} GB are free now" in text
+    # What this process has already needs no room.
+    assert plan(host(10**10, available=FIXED + ALL * EACH, used=PROCESS_ALLOWANCE))[0] == ALL
+
+
+def test_a_length_that_was_asked_for_must_fit() -> None:
+    """The model's own may be longer than the pool: then requests are refused, one by one, by what fits."""
+    per_sequence = CONFIG.max_blocks_per_seq
+    machine = device(FIXED + (per_sequence - 1) * EACH)
+    assert plan(machine)[0] == per_sequence - 1
+    assert "lower max_model_len or raise memory_fraction" in refusal(machine, max_model_len=64)
+    assert plan(device(FIXED + per_sequence * EACH), max_model_len=64)[0] == per_sequence
+    assert plan(machine, 1, max_model_len=64)[0] == 1, "both were asked for"
+
+
+def test_what_happens_to_be_free_changes_nothing() -> None:
     """The number is part of the programs' shapes: a restart must find the same."""
-    numbers = set()
-    for free in (50, 70, 100):
-        machine(100 * EACH, 0, free * EACH)
-        numbers.add(plan(fraction=0.3))
-    assert numbers == {30}
+    total = 10 * PROCESS_ALLOWANCE
+    assert {plan(host(total, available=free))[0] for free in (total // 2, total // 3, total)} == {ALL}
 
 
-def test_this_machine_has_memory() -> None:
-    total, in_use, free = memory._memory()
-    assert 0 < free <= total
-    assert 0 <= in_use < total
-    assert plan() == CONFIG.max_num_seqs * CONFIG.max_blocks_per_seq
-
-
-def test_half_the_bytes_give_twice_the_blocks(machine: Machine) -> None:
-    machine(10 * EACH, 0, 10 * EACH)
+def test_half_the_bytes_give_twice_the_blocks() -> None:
     half = dataclasses.replace(CONFIG, dtype="bfloat16")
-    assert plan_num_blocks(EngineConfig(kv_cache_memory_fraction=1.0), half, MODEL) == 20
+    number, _ = size_pool(
+        EngineConfig(memory_fraction=1.0),
+        half,
+        MODEL,
+        machine=device(10 * EACH + EACH // 2),
+        weights=0,
+        row_state=0,
+        temporaries=lambda n: 0,
+    )
+    assert number == 20

@@ -40,7 +40,7 @@ def parts_of(tiny_runner: ModelRunner) -> Callable[[Bucket], StepParts]:
 @pytest.fixture(scope="module")
 def whole_of(tiny_runner: ModelRunner) -> Callable[[Bucket], Any]:
     """A bucket's step as one program, as it is on accelerators."""
-    return cache(ProgramMaker(dataclasses.replace(tiny_runner._maker._programs, by_layer=False), None))
+    return cache(ProgramMaker(dataclasses.replace(tiny_runner._maker.programs, by_layer=False), None))
 
 
 @every_bucket

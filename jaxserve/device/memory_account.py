@@ -1,0 +1,67 @@
+"""What an engine's memory is for, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+_NAMES = {
+    "weights": "weights",
+    "kv_cache": "KV cache",
+    "row_state": "row state",
+    "temporaries": "temporaries",
+    "process": "process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAccount:
+    """Bytes by what they are for.
+
+    Attributes:
+      weights: the model's parameters.
+      kv_cache: all blocks, the sink included.
+      row_state: what sampling remembers of each running sequence.
+      temporaries: the most that any program needs beside those while it runs, results included.
+      process: interpreter, libraries, XLA's runtime, loaded programs and requests; on an accelerator, whatever its
+        runtime takes there.
+    """
+
+    weights: int
+    kv_cache: int
+    row_state: int
+    temporaries: int
+    process: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind().values())
+
+    @property
+    def arrays(self) -> int:
+        """What lives as long as the engine does."""
+        return self.weights + self.kv_cache + self.row_state
+
+    def by_kind(self) -> dict[str, int]:
+        return asdict(self)
+
+    def line(self) -> str:
+        """On one line, for errors."""
+        return ", ".join(f"{_NAMES[kind]} {gigabytes(size)}" for kind, size in self.by_kind().items())
+
+    def table(self) -> str:
+        """A line for each kind, for logs."""
+        rows = [*((_NAMES[kind], size) for kind, size in self.by_kind().items()), ("together", self.total)]
+        return "\n".join(f"  {name:<12}{gigabytes(size):>12}" for name, size in rows)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of arrays, or of shapes that will be arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def gigabytes(size: int) -> str:
+    """ "1.234 GB", of 10^9 bytes."""
+    return f"{size / 1e9:.3f} GB"

@@ -1,0 +1,85 @@
+"""How large an engine's pool is, decided together with its largest programs: what they need is part of the sum."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig
+from jaxserve.device.machine_memory import machine_memory
+from jaxserve.device.memory import size_pool
+from jaxserve.device.memory_account import MemoryAccount, tree_bytes
+from jaxserve.device.program_definitions import describe_programs, make_state
+from jaxserve.device.program_memory import temporary_bytes
+from jaxserve.device.programs import NUM_ESSENTIAL, ProgramMaker, program_keys
+from jaxserve.progress import Progress
+from pallas_kernels.paged_attention import Backend
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What was decided before anything is allocated.
+
+    Attributes:
+      num_blocks: usable KV blocks.
+      account: what memory will be for.
+      maker: of the engine's programs; it has made those that were measured.
+    """
+
+    num_blocks: int
+    account: MemoryAccount
+    maker: ProgramMaker
+
+
+def plan_memory(
+    options: EngineConfig,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    *,
+    weights: int,
+    attention: Backend,
+    buckets: ShapeBuckets,
+    cache_directory: Path | None,
+    progress: Progress,
+) -> MemoryPlan:
+    """Decide the pool's size and make the largest programs (and the smallest step, which serving begins with too).
+
+    Args:
+      weights: bytes.
+      cache_directory: see `ProgramMaker`.
+
+    Raises:
+      ConfigError: something does not fit; one line that has the account.
+    """
+    one_block = jax.eval_shape(lambda: make_state(model, config, 1))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    keys = program_keys(buckets)[:NUM_ESSENTIAL]
+    makers: dict[int, ProgramMaker] = {}
+
+    def temporaries(num_blocks: int) -> int:
+        programs = describe_programs(
+            model,
+            config,
+            attention=attention,
+            num_blocks=num_blocks,
+            platform=jax.default_backend(),
+            sharding=sharding,
+        )
+        maker = makers[num_blocks] = ProgramMaker(programs, cache_directory)
+        made = maker.prepare(keys, threads=os.cpu_count() or 1, progress=progress)
+        return max(map(temporary_bytes, made))
+
+    num_blocks, account = size_pool(
+        options,
+        config,
+        model,
+        machine=machine_memory(),
+        weights=weights,
+        row_state=tree_bytes((one_block.sampling, one_block.last_token_ids_R)),
+        temporaries=temporaries,
+    )
+    return MemoryPlan(num_blocks, account, makers[num_blocks])
