@@ -16,9 +16,10 @@ def temporary_bytes(program: Any) -> int:
     if not (isinstance(program, partial) and isinstance(program.args[0], StepParts)):
         return _own(program)
     parts: StepParts = program.args[0]
+    begin: Any = parts.begin
     # The hidden states and the batch live from the first part to the last.
-    between: int = parts.begin.memory_analysis().output_size_in_bytes
-    return max(_own(parts.begin), between + max(map(_own, (*set(parts.layers), parts.end))))
+    between: int = begin.memory_analysis().output_size_in_bytes
+    return max(_own(begin), between + max(map(_own, (*set(parts.layers), parts.end))))
 
 
 def _own(program: Any) -> int:

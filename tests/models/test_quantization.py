@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxserve.checkpoint import convert, open_checkpoint, orbax_store
 from jaxserve.config import EngineConfig, ModelConfig, resolve
+from jaxserve.device.memory_account import tree_bytes
 from jaxserve.device.step_parts import fill_params, split_model
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.quantization import Int8Linear, quantise_rows
@@ -67,6 +68,8 @@ def test_every_format_gives_what_the_module_expects(
     for directory in ("hf", "store"):
         checkpoint = open_checkpoint(tmp_path / directory)
         params = checkpoint.load_params("bfloat16", quantization="int8")
+        assert checkpoint.param_bytes("bfloat16", quantization="int8") == tree_bytes(params)
+        assert checkpoint.param_bytes("bfloat16") == tree_bytes(checkpoint.load_params("bfloat16"))
         layer = params["layers"][1]
         kernel = layer["mlp"]["down_proj"]["kernel"]
         scale = np.asarray(layer["mlp"]["down_proj"]["kernel_scale"])[:, None]

@@ -71,6 +71,9 @@ def test_the_account_is_what_the_process_uses(tiny_checkpoint_dir: Path, cache_h
     with ServerProcess(tiny_checkpoint_dir, *FLAGS, environment={"XDG_CACHE_HOME": cache_home}) as server:
         account = metric(server, "jaxserve:memory_bytes", "kind")
         wait_for_shapes(server)
+        [shapes] = metric(server, "jaxserve:shapes", "model_name").values()
+        [compiled] = metric(server, "jaxserve:compilations_total", "model_name").values()
+        assert compiled == (0 if start == "again" else 3 * shapes + 2), "what was measured is compiled once"
         peak = peak_under_load(server)
         for kind, name in (("weights", "weights"), ("kv_cache", "KV cache"), ("process", "process")):
             assert f"{name:<12}{account[kind] / 1e9:>9.3f} GB" in server.logs
