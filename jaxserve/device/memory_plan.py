@@ -69,6 +69,8 @@ def plan_memory(
             platform=jax.default_backend(),
             sharding=sharding,
         )
+        for other in makers.values():  # of a number that was too large
+            other.close()
         maker = makers[num_blocks] = ProgramMaker(programs, cache_directory)
         made = maker.prepare(keys, threads=os.cpu_count() or 1, progress=progress)
         return max(map(temporary_bytes, made))
