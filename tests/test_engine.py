@@ -492,7 +492,7 @@ def test_a_pool_that_fits_nothing_is_refused_with_the_numbers(tiny_checkpoint_di
     before = _device_bytes()
     for changes, named in (
         ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
-        ({"num_blocks": None, "memory_fraction": 1e-9}, r"too little memory for 1 KV block.*KV cache .* GB"),
+        ({"num_blocks": None, "memory_fraction": 1e-9}, r"too little memory for 8 KV blocks.*KV cache .* MB"),
         ({"num_blocks": None, "memory_fraction": 0.0}, r"memory_fraction must be in \(0, 1\]"),
         ({"num_blocks": None, "memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\]"),
         (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import block_bytes
 from jaxserve.device.machine_memory import MachineMemory
-from jaxserve.device.memory_account import MemoryAccount, gigabytes
+from jaxserve.device.memory_account import MemoryAccount, readable_bytes
 from jaxserve.errors import ConfigError
 
 _FRACTION = 0.9  # of all memory, for everything together
@@ -84,20 +84,20 @@ def _require_room(
         each = account.kv_cache // (number + 1)
         wanted = dataclasses.replace(account, kv_cache=(needed + 1) * each)
         raise ConfigError(
-            f"too little memory for {_blocks(needed, config)}: together {gigabytes(wanted.total)} "
-            f"({wanted.line()}), of {gigabytes(budget)} allowed ({_share(budget, machine)}); "
+            f"too little memory for {_blocks(needed, config)}: together {readable_bytes(wanted.total)} "
+            f"({wanted.line()}), of {readable_bytes(budget)} allowed ({_share(budget, machine)}); "
             + ("lower max_model_len or " if asked_length else "")
             + "raise memory_fraction"
         )
     new = account.total - (min(machine.used, account.process) if machine.on_host else 0)
     if account.total > budget:
-        limit = f"of {gigabytes(budget)} allowed ({_share(budget, machine)})"
+        limit = f"of {readable_bytes(budget)} allowed ({_share(budget, machine)})"
     elif new > machine.available:
-        limit = f"and only {gigabytes(machine.available)} are free now"
+        limit = f"and only {readable_bytes(machine.available)} are free now"
     else:
         return
     raise ConfigError(
-        f"{_blocks(number, config)} do not fit: together {gigabytes(account.total)} ({account.line()}), {limit}; "
+        f"{_blocks(number, config)} do not fit: together {readable_bytes(account.total)} ({account.line()}), {limit}; "
         f"lower num_blocks{'' if options.num_blocks is not None else ' or memory_fraction'}"
     )
 
@@ -107,4 +107,4 @@ def _blocks(number: int, config: ResolvedConfig) -> str:
 
 
 def _share(budget: int, machine: MachineMemory) -> str:
-    return f"{budget / machine.total:.0%} of {gigabytes(machine.total)}"
+    return f"{budget / machine.total:.0%} of {readable_bytes(machine.total)}"

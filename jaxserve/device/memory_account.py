@@ -49,12 +49,12 @@ class MemoryAccount:
 
     def line(self) -> str:
         """On one line, for errors."""
-        return ", ".join(f"{_NAMES[kind]} {gigabytes(size)}" for kind, size in self.by_kind().items())
+        return ", ".join(f"{_NAMES[kind]} {readable_bytes(size)}" for kind, size in self.by_kind().items())
 
     def table(self) -> str:
         """A line for each kind, for logs."""
         rows = [*((_NAMES[kind], size) for kind, size in self.by_kind().items()), ("together", self.total)]
-        return "\n".join(f"  {name:<12}{gigabytes(size):>12}" for name, size in rows)
+        return "\n".join(f"  {name:<12}{readable_bytes(size):>12}" for name, size in rows)
 
 
 def tree_bytes(tree: Any) -> int:
@@ -62,6 +62,6 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def gigabytes(size: int) -> str:
-    """ "1.234 GB", of 10^9 bytes."""
-    return f"{size / 1e9:.3f} GB"
+def readable_bytes(size: int) -> str:
+    """ "1.234 GB", "0.5 MB": of 10^9 and 10^6."""
+    return f"{size / 1e9:.3f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"

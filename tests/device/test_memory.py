@@ -64,7 +64,7 @@ def refusal(*args: object, **named: object) -> str:
         plan(*args, **named)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     for kind in ("weights", "KV cache", "row state", "temporaries", "process", "together"):
-        assert re.search(rf"{kind} \d+\.\d+ GB", str(refused.value)), kind
+        assert re.search(rf"{kind} \d+\.\d+ [GM]B", str(refused.value)), kind
     return str(refused.value)
 
 
@@ -147,7 +147,7 @@ def test_without_a_wish_a_cpu_keeps_most_of_its_memory() -> None:
 
 def test_what_other_programs_have_is_not_free() -> None:
     text = refusal(host(10**10, available=PROCESS_ALLOWANCE, used=0))
-    assert f"only {PROCESS_ALLOWANCE / 1e9:.3f} GB are free now" in text
+    assert f"only {PROCESS_ALLOWANCE / 1e6:.1f} MB are free now" in text
     # What this process has already needs no room.
     assert plan(host(10**10, available=FIXED + ALL * EACH, used=PROCESS_ALLOWANCE))[0] == ALL
 
