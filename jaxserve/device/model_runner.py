@@ -47,10 +47,11 @@ from pallas_kernels.paged_attention import Backend
 _SERVING_BYTES = 30 * 10**6
 _SHAPE_BYTES = 5 * 10**6
 
-# What a process grows by on a CPU once it serves, as measured: by the first requests and HTTP, and by each shape that
-# is still to be compiled.
-_SERVING_BYTES = 30 * 10**6
-_SHAPE_BYTES = 5 * 10**6
+# What a process grows by on a CPU once it serves, as measured: by requests and HTTP; by each shape that is still to
+# come; and by the compiler, if those have to be compiled.
+_SERVING_BYTES = 10 * 10**6
+_SHAPE_BYTES = 2 * 10**6
+_COMPILER_BYTES = 15 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class ModelRunner:
         process = machine.used - weights - kv_cache - row_state
         if machine.on_host:
             process += _SERVING_BYTES + missing * _SHAPE_BYTES
+            process += _COMPILER_BYTES if missing and self.num_compiled else 0
         return MemoryAccount(weights, kv_cache, row_state, temporaries, max(process, 0))
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
