@@ -16,14 +16,20 @@ def temporary_bytes(program: Any) -> int:
     if not (isinstance(program, partial) and isinstance(program.args[0], StepParts)):
         return _own(program)
     parts: StepParts = program.args[0]
-    begin: Any = parts.begin
-    # The hidden states and the batch live from the first part to the last.
-    between: int = begin.memory_analysis().output_size_in_bytes
-    return max(_own(begin), between + max(map(_own, (*set(parts.layers), parts.end))))
+    # What `begin` and `select` give lives until the end; so does, on its way to the host, what is sampled.
+    begun, selected = _results(parts.begin), _results(parts.select)
+    last = max(_own(parts.sample), _results(parts.sample) + _own(parts.score))
+    layers = max(map(_own, set(parts.layers)))
+    return max(_own(parts.begin), begun + max(layers, _own(parts.select), selected + last))
+
+
+def _results(program: Any) -> int:
+    """Those that are not in the place of an argument."""
+    sizes = program.memory_analysis()
+    new: int = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return new
 
 
 def _own(program: Any) -> int:
-    sizes = program.memory_analysis()
-    new: int = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    temporaries: int = sizes.temp_size_in_bytes
-    return temporaries + new
+    temporaries: int = program.memory_analysis().temp_size_in_bytes
+    return temporaries + _results(program)

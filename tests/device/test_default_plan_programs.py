@@ -46,8 +46,7 @@ class Made:
 
     def layer(self, bucket: Bucket) -> str:
         """The one part of a step that sees the cache, optimised."""
-        _, layers, _ = parts_of_step(self.programs, bucket)
-        text: str = layers[0].compile().as_text()
+        text: str = parts_of_step(self.programs, bucket)["layer0"].compile().as_text()
         return text
 
 
