@@ -42,11 +42,6 @@ from jaxserve.request import Request
 from jaxserve.scheduler.output import SchedulerOutput
 from pallas_kernels.paged_attention import Backend
 
-# What a process grows by on a CPU once it serves, as measured (docs/results): for the first requests and HTTP, and for
-# each program that is still to be made.
-_SERVING_BYTES = 30 * 10**6
-_SHAPE_BYTES = 5 * 10**6
-
 # What a process grows by on a CPU once it serves, as measured: by requests and HTTP; by each shape that is still to
 # come; and by the compiler, if those have to be compiled.
 _SERVING_BYTES = 10 * 10**6
