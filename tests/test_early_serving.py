@@ -26,6 +26,7 @@ from tests.server import http
 from tests.server_process import ServerProcess
 from tests.text_models import smollm2
 
+TOTAL = len(BUCKETS.all_buckets())
 
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
@@ -84,11 +85,11 @@ def test_tokens_are_the_same_whichever_shapes_are_ready(cache: Path, when: str) 
     engine = early_engine(cache, lambda key: may_go_on.wait(300) or pytest.fail("never let go"))
     reference = early_engine(cache, lambda key: None)
     try:
-        wait_until(lambda: reference.stats.shapes.ready == 3)
+        wait_until(lambda: reference.stats.shapes.ready == TOTAL)
         if when == "before":
-            wait_until(lambda: engine.stats.shapes.ready == 3)
+            wait_until(lambda: engine.stats.shapes.ready == TOTAL)
         else:
-            assert (engine.stats.shapes.ready, engine.stats.shapes.total) == (2, 3)
+            assert (engine.stats.shapes.ready, engine.stats.shapes.total) == (2, TOTAL)
         outcomes: Outcomes = {}
         for request in some_requests():
             engine.submit(request)
@@ -100,7 +101,7 @@ def test_tokens_are_the_same_whichever_shapes_are_ready(cache: Path, when: str) 
             steps += 1
             if when == "amid" and steps == 4:
                 may_go_on.set()
-                wait_until(lambda: engine.stats.shapes.ready == 3)
+                wait_until(lambda: engine.stats.shapes.ready == TOTAL)
         used = {shape for shape, stats in engine.stats.by_bucket.items() if stats.steps}
         assert ((32, 8) in used) == (when != "never"), "the shape that came late"
         assert tokens(outcomes) == tokens(run(reference, some_requests()))

@@ -143,16 +143,16 @@ class ModelRunner:
         keys = program_keys(self.buckets.planned)
         first = keys if wait_for_all else keys[:NUM_ESSENTIAL]
         self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")
-        release_free_memory()
         if not wait_for_all:
             self._executables.build_in_background(keys)
 
     def account(self, *, temporaries: int) -> MemoryAccount:
-        """What memory is for, now that it is allocated; for when nothing has run yet.
+        """What memory is for, now that it is allocated; for when all is loaded and nothing has run yet.
 
         Args:
           temporaries: bytes, as planned.
         """
+        release_free_memory()
         state = self._state
         weights, kv_cache = tree_bytes(self._params), tree_bytes(state.kv_cache)
         row_state = tree_bytes((state.sampling, state.last_token_ids_R))
