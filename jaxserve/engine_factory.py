@@ -15,6 +15,7 @@ from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.attention import choose_attention
+from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.device.memory_plan import plan_memory
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.program_eviction import evict_programs
@@ -78,6 +79,8 @@ def create_engine(
     )
     del params  # the runner's alone now: closing it frees them
     runner.warm_up(progress, wait_for_all=wait_for_programs)
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     if cache_directory is not None:
         evict_programs(cache_directory, options.program_cache_bytes)
     engine = EngineCore(

@@ -22,6 +22,7 @@ from jaxserve.bench.workload import Workload
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, ResolvedConfig, resolve
 from jaxserve.device.attention import choose_attention
+from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
@@ -103,6 +104,8 @@ def measure_steps(
     params = checkpoint.load_params(
         jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
     )
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()  # as an engine does
     programs = StepPrograms(checkpoint.config, config, params, attention=attention, num_blocks=num_blocks)
     variants = []
     for done, (_, batch, _) in enumerate(cases):
