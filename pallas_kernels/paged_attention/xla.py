@@ -287,11 +287,20 @@ def _nothing(num_rows: int, like_RKMd: jax.Array) -> _Partial:
 
 
 def _merge(context: _Context, one: _Partial, other: _Partial) -> _Partial:
-    peak = jnp.maximum(one.peak_RKM, other.peak_RKM)
     factor = _power_of_two if context.deterministic else jnp.exp
-    left, right = factor(one.peak_RKM - peak), factor(other.peak_RKM - peak)
-    values = one.values_RKMd * left[..., None] + other.values_RKMd * right[..., None]
-    return _Partial(values, peak, one.total_RKM * left + other.total_RKM * right)
+    scale = factor(-jnp.abs(one.peak_RKM - other.peak_RKM))
+    higher = one.peak_RKM >= other.peak_RKM
+
+    def add(a: jax.Array, b: jax.Array) -> jax.Array:
+        # One product and not two (the other factor is 1): of a * x + b * y compilers may round either product.
+        wide = (..., *(None,) * (a.ndim - higher.ndim))
+        return jnp.where(higher[wide], a, b) + jnp.where(higher[wide], b, a) * scale[wide]
+
+    return _Partial(
+        add(one.values_RKMd, other.values_RKMd),
+        jnp.maximum(one.peak_RKM, other.peak_RKM),
+        add(one.total_RKM, other.total_RKM),
+    )
 
 
 def _power_of_two(exponent: jax.Array) -> jax.Array:
