@@ -1,6 +1,6 @@
 """SchedulerOutput -> HostBatch: the plan of a step as one packed numpy vector of a known shape.
 
-Decode rows come first, longest context first (attention tiles of equal lengths waste least), then prefill chunks.
+Decode rows come first, longest context first (so that the longest work starts first), then prefill chunks.
 Padding tokens write to block 0, the sink, and padding rows sample nothing.
 """
 

@@ -14,8 +14,10 @@ def keep_freed_memory() -> bool:
     """Let glibc keep what a step frees, for the next step; for the whole process.
 
     By default it gives megabytes (a step's logits) back to the kernel, which has to clear them again, page by page:
-    12,000 page faults a step of 64 rows of 49,152 logits. Does nothing, and
-    returns False, where there is no glibc or its environment variables say how it shall behave.
+    12,000 page faults a step of 64 rows of 49,152 logits.
+
+    Returns:
+      False where nothing was done: there is no glibc, or its environment variables say how it shall behave.
     """
     if "MALLOC_" in " ".join(os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
