@@ -160,3 +160,22 @@ def test_decode_is_the_ragged_case_of_single_rows() -> None:
     fewer = run_decode(dataclasses.replace(problem, num_seqs=2), XLA)
     np.testing.assert_array_equal(fewer[:2], out[:2])
     assert not fewer[2:].any(), "rows from num_seqs on are 0"
+
+
+def test_nan_of_one_row_stays_there() -> None:
+    """A row whose own tokens are NaN must fail alone, though its windows share tiles with others'."""
+    problem = make_problem(
+        np.random.default_rng(4),
+        contexts=[140, 300, 999, 0, 70],
+        query_lens=[1] * 5,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        block_size=16,
+    )
+    v_cache = problem.v_cache.copy()
+    v_cache[problem.block_tables[0, 0]] = np.nan
+    out = run_decode(dataclasses.replace(problem, v_cache=v_cache), XLA)
+    healthy = [1, 2, 3, 4]
+    assert np.isnan(out[0]).all()
+    np.testing.assert_array_equal(out[healthy], run_decode(problem, XLA)[healthy])
