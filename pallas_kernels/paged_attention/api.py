@@ -1,17 +1,21 @@
 """The one interface to paged attention; callers never learn which backend runs.
 
 Shape letters: T tokens of the packed batch, S sequences, B block-table width, N blocks in the cache,
-b tokens a block holds, H query heads, K KV heads, d head size.
+b tokens a block holds, H query heads, K KV heads, d head size. None of them may be 0.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.backends import Backend, module_of
 
+_QUERIES = ("float32", "bfloat16", "float16")
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
+_MOST_SOFT_CAP = 10_000  # Mosaic's scores are rounded to 2e-7 of the cap
 
 
 def ragged_paged_attention(
@@ -50,26 +54,32 @@ def ragged_paged_attention(
       num_decodes: int32 scalar; the first so many sequences have exactly one query row each. Backends treat them on a
         faster path, and the XLA one is fastest when they are sorted by seq_lens, longest first.
       num_seqs: int32 scalar; real sequences.
-      scale: multiplies q . k before the softmax, usually d ** -0.5. Static.
+      scale: multiplies q . k before the softmax, usually d ** -0.5; finite, of any sign. Static.
       backend: from `resolve_backend`. Static.
       sliding_window: a query sees this many positions at most, its own included. Static.
-      soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2). Static.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2); above 0, at most 10,000. Static.
       k_scale, v_scale: float32, broadcastable to [N, K]: one scale a block ([N, 1]), a head ([1, K]), or both. What the
         cache holds is multiplied by it. For a quantised cache only, and needed there.
 
     Returns:
-      [T, H, d], dtype of q. Row results depend on that row's own sequence alone: neither on its batch mates nor on
-      T, S or B.
+      [T, H, d], dtype of q. A row's result depends on its own sequence alone: neither on its batch mates nor on T, S
+      or B. That holds to the bit for the Pallas backends and for a deterministic one, otherwise up to rounding.
 
     Raises:
       ValueError: shapes or dtypes that do not fit together; the text names them.
-      NotImplementedError: the backend can't run such a call (`resolve_backend` says so beforehand).
+      NotImplementedError: the backend can't run such a call (`resolve_backend` says so beforehand, except for the one
+        limit on a cache's size that `pallas_triton` has).
 
     Source: PagedAttention (arXiv 2309.06180); online softmax (arXiv 1805.02867).
     """
-    _check(q_THd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S, sliding_window, k_scale, v_scale)
-    if cu_q_lens.shape != (seq_lens_S.shape[0] + 1,):
-        raise ValueError(f"cu_q_lens {cu_q_lens.shape} for {seq_lens_S.shape[0]} sequences")
+    _check_numbers(q_THd, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale)
+    _check_batch(block_tables_SB, seq_lens_S)
+    _check_features(scale, sliding_window, soft_cap)
+    if cu_q_lens.shape != (seq_lens_S.shape[0] + 1,) or cu_q_lens.dtype != jnp.int32:
+        raise ValueError(
+            f"cu_q_lens must be int32 [S + 1] for {seq_lens_S.shape[0]} sequences, "
+            f"got {cu_q_lens.dtype} {cu_q_lens.shape}"
+        )
     return module_of(backend).ragged_paged_attention(
         q_THd,
         k_cache_NKbd,
@@ -114,7 +124,11 @@ def paged_decode(
 
     Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
     """
-    _check(q_SHd, k_cache_NKbd, v_cache_NKbd, block_tables_SB, seq_lens_S, sliding_window, k_scale, v_scale)
+    _check_numbers(q_SHd, k_cache_NKbd, v_cache_NKbd, k_scale, v_scale)
+    _check_batch(block_tables_SB, seq_lens_S)
+    _check_features(scale, sliding_window, soft_cap)
+    if q_SHd.shape[0] != seq_lens_S.shape[0]:
+        raise ValueError(f"{q_SHd.shape[0]} query rows for {seq_lens_S.shape[0]} sequences of one each")
     return module_of(backend).paged_decode(
         q_SHd,
         k_cache_NKbd,
@@ -131,33 +145,44 @@ def paged_decode(
     )
 
 
-def _check(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    tables: jax.Array,
-    seq_lens: jax.Array,
-    sliding_window: int | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
+def _check_numbers(
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
 ) -> None:
+    shapes = f"{q.shape}, {k_cache.shape}, {v_cache.shape}"
     if q.ndim != 3 or k_cache.ndim != 4 or k_cache.shape != v_cache.shape:
-        raise ValueError(
-            f"expected q [T,H,d] and equal caches [N,K,b,d], got {q.shape}, {k_cache.shape}, {v_cache.shape}"
-        )
+        raise ValueError(f"expected q [T,H,d] and equal caches [N,K,b,d], got {shapes}")
+    if 0 in (*q.shape, *k_cache.shape):
+        raise ValueError(f"q and caches must not be empty, got {shapes}")
     if q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[1]:
         raise ValueError(
             f"q {q.shape} does not match a cache of {k_cache.shape[1]} heads of {k_cache.shape[3]}"
         )
-    if k_cache.dtype != v_cache.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+    if k_cache.dtype != v_cache.dtype or str(q.dtype) not in _QUERIES:
         raise ValueError(
-            f"expected float queries and caches of one dtype, got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
+            f"expected queries of {', '.join(_QUERIES)} and caches of one dtype, "
+            f"got {q.dtype}, {k_cache.dtype}, {v_cache.dtype}"
         )
-    if tables.shape[0] != seq_lens.shape[0]:
-        raise ValueError(f"{tables.shape[0]} block tables for {seq_lens.shape[0]} sequence lengths")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     _check_scales(q, k_cache, k_scale, v_scale)
+
+
+def _check_batch(tables: jax.Array, seq_lens: jax.Array) -> None:
+    if tables.ndim != 2 or seq_lens.shape != tables.shape[:1] or 0 in tables.shape:
+        raise ValueError(
+            f"expected block tables [S,B] and sequence lengths [S], not empty, got {tables.shape} and {seq_lens.shape}"
+        )
+    if tables.dtype != jnp.int32 or seq_lens.dtype != jnp.int32:
+        raise ValueError(
+            f"block tables and sequence lengths must be int32, got {tables.dtype} and {seq_lens.dtype}"
+        )
+
+
+def _check_features(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+    if sliding_window is not None and not 1 <= sliding_window < 2**31:
+        raise ValueError(f"sliding_window must be at least 1 and fit into 32 bits, got {sliding_window}")
+    if soft_cap is not None and not 0 < soft_cap <= _MOST_SOFT_CAP:
+        raise ValueError(f"soft_cap must be positive and at most {_MOST_SOFT_CAP}, got {soft_cap}")
 
 
 def _check_scales(

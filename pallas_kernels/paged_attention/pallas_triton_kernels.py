@@ -58,8 +58,11 @@ class TileShape:
 
     @property
     def log2_units(self) -> float:
-        """What scores, as `State` has them, are multiplied with to be exponents of 2."""
-        return (self.scale if self.soft_cap is None else self.soft_cap) * _LOG2_E
+        """What scores, as `State` has them, are multiplied with to be exponents of 2. Positive, so that the largest
+        score stays that."""
+        if self.soft_cap is not None:
+            return self.soft_cap * _LOG2_E
+        return (self.scale if self.scale > 0 else 1.0) * _LOG2_E
 
 
 @dataclass(frozen=True)
@@ -271,6 +274,8 @@ def _attend(
         scores *= _read_scale(context.k_scale, block_k, kv_head, readable)[None, :]
     if shape.soft_cap is not None:
         scores = jnp.tanh(scores * (shape.scale / shape.soft_cap))
+    elif shape.scale <= 0:
+        scores *= shape.scale
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
     new_peak = jnp.maximum(peak, scores.max(axis=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import jax
@@ -41,8 +42,8 @@ class DeviceFacts:
     """What a backend is chosen by.
 
     Attributes:
-      platform: "cpu", "gpu" (NVIDIA), ...
-      compute_capability: (major, minor) of an NVIDIA GPU.
+      platform: "cpu", "gpu", ...
+      compute_capability: (major, minor) of an NVIDIA GPU; None for another.
       num_sms: its streaming multiprocessors.
     """
 
@@ -58,5 +59,7 @@ def facts_of(device: jax.Device) -> DeviceFacts:
     """The facts of a device that is there."""
     if device.platform != "gpu":
         return DeviceFacts(device.platform)
-    major, _, minor = str(device.compute_capability).partition(".")
-    return DeviceFacts("gpu", (int(major), int(minor or 0)), int(device.core_count))
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(device.compute_capability))
+    if capability is None:  # AMD's are called gfx942 and the like
+        return DeviceFacts("gpu")
+    return DeviceFacts("gpu", (int(capability[1]), int(capability[2])), int(device.core_count))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +103,13 @@ def test_facts_of_this_machine() -> None:
     assert facts_of(jax.devices("cpu")[0]) == CPU
 
 
+def test_facts_of_a_gpu_that_is_not_here() -> None:
+    nvidia = SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    amd = SimpleNamespace(platform="gpu", compute_capability="gfx942", core_count=304)
+    assert facts_of(cast(jax.Device, nvidia)) == H200
+    assert chosen(device=facts_of(cast(jax.Device, amd))) == "xla"
+
+
 @pytest.mark.parametrize(
     ("sms", "kv_heads", "splits"), [(132, 8, 32), (132, 1, 32), (132, 32, 8), (16, 32, 2)]
 )
@@ -153,14 +162,32 @@ def test_misuse_is_named() -> None:
         paged_decode(jnp.zeros((1, 3, 16)), cache, cache, **arguments)
     with pytest.raises(ValueError, match="share a float dtype"):
         paged_decode(q.astype(jnp.bfloat16), cache, cache, **arguments)
-    with pytest.raises(ValueError, match="sliding_window must be at least 1"):
-        paged_decode(q, cache, cache, sliding_window=0, **arguments)
+    with pytest.raises(ValueError, match="queries of float32, bfloat16, float16"):
+        paged_decode(*(x.astype(jnp.float8_e4m3fn) for x in (q, cache, cache)), **arguments)
     with pytest.raises(ValueError, match=r"expected q .* equal caches"):
         paged_decode(q, cache, cache[:3], **arguments)
-    with pytest.raises(ValueError, match="cu_q_lens"):
-        ragged_paged_attention(
-            q, cache, cache, cu_q_lens=jnp.zeros(4, jnp.int32), num_decodes=jnp.int32(0), **arguments
-        )
+    with pytest.raises(ValueError, match="q and caches must not be empty"):
+        paged_decode(q, cache[:, :0], cache[:, :0], **arguments)
+    with pytest.raises(ValueError, match="3 query rows for 1 sequences"):
+        paged_decode(jnp.zeros((3, 2, 16)), cache, cache, **arguments)
+    for changed, match in (
+        ({"sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"sliding_window": 2**31}, "fit into 32 bits"),
+        ({"soft_cap": 0.0}, "soft_cap must be positive"),
+        ({"soft_cap": -30.0}, "soft_cap must be positive"),
+        ({"soft_cap": 1e6}, "at most 10000"),
+        ({"scale": float("nan")}, "scale must be finite"),
+        ({"block_tables_SB": jnp.zeros(1, jnp.int32)}, r"expected block tables \[S,B\]"),
+        ({"block_tables_SB": jnp.zeros((1, 0), jnp.int32)}, "not empty"),
+        ({"block_tables_SB": jnp.zeros((1, 1))}, "must be int32, got float32 and int32"),
+        ({"seq_lens_S": jnp.ones((1, 1), jnp.int32)}, r"sequence lengths \[S\]"),
+        ({"seq_lens_S": jnp.ones(1, jnp.int8)}, "must be int32, got int32 and int8"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            paged_decode(q, cache, cache, **arguments | changed)
+    for wrong in (jnp.zeros(4, jnp.int32), jnp.zeros(2)):
+        with pytest.raises(ValueError, match="cu_q_lens must be int32"):
+            ragged_paged_attention(q, cache, cache, cu_q_lens=wrong, num_decodes=jnp.int32(0), **arguments)
     ones = jnp.ones((1, 2), jnp.float32)
     with pytest.raises(ValueError, match="are for a quantised cache"):
         paged_decode(q, cache, cache, k_scale=ones, **arguments)

@@ -197,6 +197,7 @@ def test_decode_is_the_ragged_case_of_single_rows() -> None:
         pad_seqs=3,
         pad_tokens=3,
     )
+    problem = dataclasses.replace(problem, scale=-problem.scale)  # the largest product has the smallest score
     backend = interpreted(problem)
     out = run_decode(problem, backend)
     truth = expected(problem)[:5]
