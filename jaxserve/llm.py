@@ -92,14 +92,17 @@ class LLM:
         *,
         config: EngineConfig | None = None,
         progress: bool | Progress = True,
+        wait_for_programs: bool = True,
         **options: Any,
     ) -> None:
-        """Load a model and compile everything it needs.
+        """Load a model and compile what it needs.
 
         Args:
           model: a name ("smollm2"), a Hugging Face directory, a GGUF file or an Orbax store.
           config: engine options; or give them one by one as keywords (`max_model_len=...`), see `EngineConfig`.
           progress: show bars (on stderr), or a function that is told instead.
+          wait_for_programs: return when every shape is compiled; otherwise as soon as any step can run, more slowly
+            until the rest is there.
 
         Raises:
           CheckpointError, ConfigError: the model or the options can't be used.
@@ -109,7 +112,12 @@ class LLM:
         from jaxserve.engine_factory import create_engine
 
         with _display(progress) as show:
-            engine = create_engine(str(model), config or EngineConfig(**options), progress=show)
+            engine = create_engine(
+                str(model),
+                config or EngineConfig(**options),
+                progress=show,
+                wait_for_programs=wait_for_programs,
+            )
         self._adopt(engine)
 
     @classmethod

@@ -93,7 +93,13 @@ def batch(
     )
     names = tuple(served_model_name or ())
     with BarProgress() as progress:
-        engine = create_engine(model, config, served_name=names[0] if names else None, progress=progress)
+        engine = create_engine(
+            model,
+            config,
+            served_name=names[0] if names else None,
+            progress=progress,
+            wait_for_programs=False,
+        )
         try:
             context = ServingContext(
                 tokenizer=engine.tokenizer,

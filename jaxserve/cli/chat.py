@@ -64,7 +64,7 @@ def chat(
     settings.check()
     _tolerate_bad_utf8()
     interactive = sys.stdin.isatty()
-    # One conversation at a time needs few shapes compiled, so it starts soon.
+    # One conversation at a time needs few shapes, so all are compiled soon.
     config = EngineConfig(
         dtype=dtype.value,
         quantization=options.quantization_of(quantization),
@@ -118,7 +118,7 @@ def _open_answerer(
         return
     from jaxserve.llm import LLM
 
-    with LLM(model or _DEFAULT_MODEL, config=config) as llm:
+    with LLM(model or _DEFAULT_MODEL, config=config, wait_for_programs=False) as llm:
         yield LocalAnswerer(llm)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -21,11 +22,16 @@ logger = logging.getLogger("jaxserve.programs")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
+class BuildStoppedError(Exception):
+    """Programs are wanted no more; what has been made is kept."""
+
+
 class ExecutableSet[Key: Hashable]:
     """Programs by key. After `build` nothing is ever traced or compiled again.
 
     Args:
-      make_one: loads the program of a key, or else traces, lowers and compiles it.
+      make_one: loads the program of a key, or else traces, lowers and compiles it. In the background it may raise
+        BuildStoppedError.
       on_ready: told each key as soon as its program can be had, in the thread that builds.
 
     Attributes:
@@ -37,6 +43,7 @@ class ExecutableSet[Key: Hashable]:
         self._on_ready = on_ready or (lambda key: None)
         self._executables: dict[Key, Any] = {}
         self._background: threading.Thread | None = None
+        self._restore_priority: Callable[[], None] = lambda: None
         self._closing = threading.Event()
         self.failure: BaseException | None = None
 
@@ -68,12 +75,14 @@ class ExecutableSet[Key: Hashable]:
     def _build_quietly(self, keys: list[Key]) -> None:
         started = time.monotonic()
         try:
-            _lower_priority()
+            self._restore_priority = _lower_priority()
             for key in keys:
                 if self._closing.is_set():
                     return
                 self._add(key, self._make_one(key))
                 release_free_memory()  # which serving has not been accounted for
+        except BuildStoppedError:
+            return
         except BaseException as error:  # kept for the engine, which ends by it
             logger.critical("a program could not be made", exc_info=error)
             self.failure = error
@@ -105,15 +114,28 @@ class ExecutableSet[Key: Hashable]:
         """Drop all programs, once the one that is being made in the background is done."""
         self._closing.set()
         if self._background is not None:
+            self._restore_priority()  # now somebody waits for it, maybe on a busy machine
             self._background.join()
         self._executables.clear()
 
 
-def _lower_priority() -> None:
-    """Of this thread alone, where the system can do that (Linux counts threads like processes)."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 10)
+def _lower_priority() -> Callable[[], None]:
+    """Of this thread alone, where the system can do that (Linux counts threads like processes).
+
+    Returns:
+      What takes it back, as far as the system permits that.
+    """
+    if sys.platform != "linux":
+        return lambda: None
+    thread = threading.get_native_id()
+    before = os.getpriority(os.PRIO_PROCESS, thread)
+    os.setpriority(os.PRIO_PROCESS, thread, before + 10)
+
+    def restore() -> None:
+        with suppress(PermissionError, ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+
+    return restore
 
 
 class CompileCounter:

@@ -195,6 +195,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free all device memory."""
         self._compile_counter.close()
+        self._maker.stop()
         self._executables.close()
         self._maker.close()
         for array in jax.tree.leaves((self._params, self._state)):

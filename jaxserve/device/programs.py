@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.ready_buckets import in_order_of_use
+from jaxserve.device.compiled import BuildStoppedError
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
     COPY_BLOCKS,
@@ -53,6 +54,7 @@ class ProgramMaker:
         self.programs = programs
         self._lock = threading.Lock()
         self._made: dict[str, Future[Any]] = {}
+        self._stopped = threading.Event()
         self.num_compiled = 0
         self.cache: ExecutableCache | None = None
         # An interpreter's callbacks can't be stored.
@@ -78,6 +80,10 @@ class ProgramMaker:
                 made.append(program)
                 progress(what, len(made), len(keys))
         return made
+
+    def stop(self) -> None:
+        """Make no further program: BuildStoppedError for whoever is at it, once the one it makes is done."""
+        self._stopped.set()
 
     def close(self) -> None:
         """Drop all programs; others may remove what is kept on disk."""
@@ -112,6 +118,8 @@ class ProgramMaker:
         return future.result()
 
     def _load_or_compile(self, definition: Definition) -> Any:
+        if self._stopped.is_set():
+            raise BuildStoppedError
         name = definition.name
         program = self.cache.load(name, definition.in_tree, definition.out_tree) if self.cache else None
         if program is None:

@@ -20,18 +20,19 @@ GREEDY = ("--temperature", "0", "--max-tokens", "12")
 
 
 @pytest.fixture(scope="module")
-def server(tiny_checkpoint_dir: Path) -> Iterator[ServerProcess]:
-    # The flags of the server that tests/server talks to: the second one to start finds everything compiled.
-    flags = ("--max-num-seqs", "16", "--max-num-batched-tokens", "32", "--max-model-len", "1024")
-    with ServerProcess(tiny_checkpoint_dir, *flags, start_timeout_s=900) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def local_answers(tiny_checkpoint_dir: Path) -> str:
     result = run_jaxserve("chat", "--model", tiny_checkpoint_dir, *GREEDY, stdin="Hello\nAnd now?\n")
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tiny_checkpoint_dir: Path, local_answers: str) -> Iterator[ServerProcess]:
+    # The settings of a chat in process, so that it finds the programs that the one above has compiled.
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "128")
+    with ServerProcess(tiny_checkpoint_dir, *flags, start_timeout_s=900) as running:
+        assert "compiling again" not in running.logs
+        yield running
 
 
 def test_every_line_of_a_pipe_is_answered(local_answers: str) -> None:

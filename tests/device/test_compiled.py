@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.compiled import BuildStoppedError, CompileCounter, ExecutableSet
 from jaxserve.progress import NullProgress
 
 
@@ -176,3 +176,21 @@ def test_closing_waits_for_the_program_in_the_making_and_no_other() -> None:
     threading.Timer(0.05, go.set).start()
     programs.close()
     assert made == [0]
+
+
+def test_who_is_stopped_has_not_failed() -> None:
+    """Closing may also end a program that consists of several between two of these."""
+    started, go = threading.Event(), threading.Event()
+
+    def make(key: int) -> int:
+        started.set()
+        assert go.wait(10)
+        raise BuildStoppedError
+
+    programs = ExecutableSet[int](make)
+    programs.build_in_background([1, 2])
+    assert started.wait(10)
+    go.set()
+    programs.close()
+    assert programs.failure is None
+    assert len(programs) == 0
