@@ -40,12 +40,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "speculative": PLAIN_DATA | {"scheduler"},
     "device": PLAIN_DATA | {"scheduler", "batch", "models", "speculative"},
     "engine": ENGINE,
-    "engine_factory": ENGINE | {"engine"},
+    "engine_setup": ENGINE,
+    "engine_factory": ENGINE | {"engine", "engine_setup"},
+    "compile_programs": ENGINE | {"engine_setup"},
     "llm": ENGINE | {"engine", "engine_factory"},
     "bench": ENGINE | {"engine", "engine_factory"},
     "server": ENGINE | {"engine", "engine_factory"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
-    "cli": ENGINE | {"engine", "engine_factory", "llm", "server", "batch_runner", "__init__"},
+    "cli": ENGINE
+    | {"engine", "engine_factory", "llm", "server", "batch_runner", "compile_programs", "__init__"},
     "__main__": {"cli"},
     "__init__": {"config", "request", "llm"},
 }

@@ -16,6 +16,7 @@ import typer
 import jaxserve
 from jaxserve.cli.batch import batch
 from jaxserve.cli.chat import chat
+from jaxserve.cli.compile import compile_command
 from jaxserve.cli.convert import convert
 from jaxserve.cli.plan_buckets import plan_buckets
 from jaxserve.cli.pull import pull
@@ -75,6 +76,7 @@ def build_app() -> typer.Typer:
     )
     for command in (serve, chat, batch, pull, convert, plan_buckets):
         app.command()(command)
+    app.command("compile")(compile_command)
     return app
 
 

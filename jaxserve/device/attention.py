@@ -8,13 +8,18 @@ import jax
 
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.errors import ConfigError
-from pallas_kernels.paged_attention import AttentionSpec, Backend, facts_of, resolve_backend
+from pallas_kernels.paged_attention import AttentionSpec, Backend, DeviceFacts, facts_of, resolve_backend
 
 ENVIRONMENT_VARIABLE = "JAXSERVE_ATTENTION_BACKEND"
 
 
-def choose_attention(model: ModelConfig, config: ResolvedConfig) -> Backend:
+def choose_attention(
+    model: ModelConfig, config: ResolvedConfig, device: DeviceFacts | None = None
+) -> Backend:
     """The backend that the configuration names; where that is "auto", the environment variable may force one.
+
+    Args:
+      device: what it will run on; None is the device that is here.
 
     Raises:
       ConfigError: no backend has that name, or it can't run this model here.
@@ -32,7 +37,7 @@ def choose_attention(model: ModelConfig, config: ResolvedConfig) -> Backend:
         return resolve_backend(
             forced or config.attention_backend,
             spec=spec,
-            device=facts_of(jax.local_devices()[0]),
+            device=device or facts_of(jax.local_devices()[0]),
             deterministic=config.deterministic,
         )
     except (ValueError, NotImplementedError) as error:

@@ -36,14 +36,17 @@ class ExecutableCache:
     Args:
       root: the cache's folder; made if need be, for this user alone.
       manifest: see `make_manifest`.
+
+    Attributes:
+      directory: where these programs lie.
     """
 
     def __init__(self, root: Path, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, sort_keys=True, indent=1)
         self._in_use = ExitStack()
-        self._directory = root / hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.directory = root / hashlib.sha256(text.encode()).hexdigest()[:32]
         self._usable = self._prepare(root, text)
-        if self._usable and not _has_programs(self._directory):
+        if self._usable and not _has_programs(self.directory):
             _tell_why(root, manifest)
 
     def load(self, name: str, in_tree: Any, out_tree: Any) -> Any | None:
@@ -52,22 +55,41 @@ class ExecutableCache:
         Args:
           in_tree: structure of ``((*args), {})``; out_tree: of the result.
         """
-        if not self._usable:
+        payload = self._read(name)
+        if payload is None:
             return None
-        file = self._directory / f"{name}.bin"
         try:
-            blob = file.read_bytes()
-            checksum, payload = blob[:_CHECKSUM_BYTES], blob[_CHECKSUM_BYTES:]
-            if hashlib.sha256(payload).digest() != checksum:
-                raise ValueError("its checksum does not hold")
             return serialize_executable.deserialize_and_load(
                 payload, in_tree, out_tree, execution_devices=jax.local_devices()[:1]
             )
+        except Exception as error:  # whatever is wrong with a cache file, compiling again is the cure
+            self._warn(name, error)
+            return None
+
+    def has(self, name: str) -> bool:
+        """Whether a program is stored under `name` and is what was stored; whether it loads can be tried only where
+        its device is."""
+        return self._read(name) is not None
+
+    def _read(self, name: str) -> bytes | None:
+        if not self._usable:
+            return None
+        try:
+            blob = (self.directory / f"{name}.bin").read_bytes()
+            checksum, payload = blob[:_CHECKSUM_BYTES], blob[_CHECKSUM_BYTES:]
+            if hashlib.sha256(payload).digest() != checksum:
+                raise ValueError("its checksum does not hold")
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever is wrong with a cache file, compiling again is the cure
-            logger.warning("compiling %s again: %s can't be used (%s)", name, file, error)
+        except (OSError, ValueError) as error:
+            self._warn(name, error)
             return None
+        return payload
+
+    def _warn(self, name: str, error: Exception) -> None:
+        logger.warning(
+            "compiling %s again: %s can't be used (%s)", name, self.directory / f"{name}.bin", error
+        )
 
     def store(self, name: str, compiled: Any) -> None:
         """Keep a program. A full or read-only disk costs the next start its time, nothing else."""
@@ -82,11 +104,11 @@ class ExecutableCache:
 
     def _write(self, name: str, blob: bytes) -> None:
         """All of a file or nothing of it: readers never meet a part."""
-        descriptor, partial = tempfile.mkstemp(dir=self._directory)
+        descriptor, partial = tempfile.mkstemp(dir=self.directory)
         try:
             with open(descriptor, "wb") as file:
                 file.write(blob)
-            os.replace(partial, self._directory / name)
+            os.replace(partial, self.directory / name)
         except BaseException:
             os.unlink(partial)
             raise
@@ -100,13 +122,13 @@ class ExecutableCache:
             if not _is_ours_alone(root):
                 return False
             with changing(root):
-                self._directory.mkdir(mode=0o700, exist_ok=True)
-                trusted = _is_ours_alone(self._directory)
-                self._in_use.enter_context(file_lock.shared(self._directory))
-            if trusted and _read_bytes(self._directory / MANIFEST) != manifest.encode():
+                self.directory.mkdir(mode=0o700, exist_ok=True)
+                trusted = _is_ours_alone(self.directory)
+                self._in_use.enter_context(file_lock.shared(self.directory))
+            if trusted and _read_bytes(self.directory / MANIFEST) != manifest.encode():
                 self._write(MANIFEST, manifest.encode())
             with suppress(OSError):  # read-only
-                os.utime(self._directory / MANIFEST)
+                os.utime(self.directory / MANIFEST)
         except OSError as error:
             logger.warning("compiled programs are not kept: %s", error)
         return trusted

@@ -23,7 +23,7 @@ from jaxserve.device.program_definitions import (
     state_program,
     whole_step,
 )
-from jaxserve.device.program_manifest import local_device, make_manifest
+from jaxserve.device.program_manifest import DeviceIdentity, local_device, make_manifest
 from jaxserve.device.step import serve_step
 from jaxserve.device.step_parts import StepParts
 from jaxserve.device.traced_sources import hash_sources, traced_sources
@@ -37,6 +37,13 @@ def program_keys(buckets: ShapeBuckets) -> list[ProgramKey]:
     """Everything that an engine may ever run; with the first `NUM_ESSENTIAL` it can run any step."""
     largest, *others = in_order_of_use(buckets.all_buckets())
     return [largest, COPY_BLOCKS, LOAD_ROW, *others]
+
+
+def open_cache(programs: Programs, directory: Path, device: DeviceIdentity) -> ExecutableCache | None:
+    """Where these programs are kept for a device; None if they can't be, as an interpreter's callbacks."""
+    if programs.identity["attention"]["backend"].interpret:
+        return None
+    return ExecutableCache(directory, make_manifest(programs.identity, _SOURCES, device))
 
 
 class ProgramMaker:
@@ -56,11 +63,7 @@ class ProgramMaker:
         self._made: dict[str, Future[Any]] = {}
         self._stopped = threading.Event()
         self.num_compiled = 0
-        self.cache: ExecutableCache | None = None
-        # An interpreter's callbacks can't be stored.
-        if cache_directory is not None and not programs.identity["attention"]["backend"].interpret:
-            manifest = make_manifest(programs.identity, _SOURCES, local_device())
-            self.cache = ExecutableCache(cache_directory, manifest)
+        self.cache = open_cache(programs, cache_directory, local_device()) if cache_directory else None
 
     def __call__(self, key: ProgramKey) -> Any:
         """The program, ready to call with arrays of the described shapes.

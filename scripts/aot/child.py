@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+from jaxserve.device.targets import TARGETS
 from scripts.aot.cases import KernelCase, StepCase, all_cases
 from scripts.aot.dumps import find_kernels
 from scripts.aot.results import Result
-from scripts.aot.targets import TARGETS
 
 
 def run(case: KernelCase | StepCase, folder: Path) -> Result:

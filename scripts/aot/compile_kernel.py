@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.device.targets import TARGETS
 from pallas_kernels.paged_attention import (
     AttentionSpec,
     paged_decode,
@@ -16,7 +17,6 @@ from pallas_kernels.paged_attention import (
 )
 from scripts.aot.cases import HEADS, KernelCase
 from scripts.aot.deviceless import Compiled, compile_for
-from scripts.aot.targets import TARGETS
 
 _TOKENS, _SEQS, _CONTEXT = 2048, 64, 8192
 _WINDOW, _SOFT_CAP = 4096, 50.0  # Gemma 2's

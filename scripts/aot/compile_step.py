@@ -7,20 +7,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
+from jaxserve.device.deviceless import target_sharding
 from jaxserve.device.program_definitions import describe_programs
 from jaxserve.device.step import DeviceState, serve_step
+from jaxserve.device.targets import TARGETS
 from pallas_kernels.paged_attention import AttentionSpec, resolve_backend
 from scripts.aot import hlo
 from scripts.aot.cases import StepCase
 from scripts.aot.deviceless import Compiled, compile_for
 from scripts.aot.models import MODELS
 from scripts.aot.results import StepFacts
-from scripts.aot.targets import TARGETS
 
 BLOCK_SIZE = 16
 
@@ -45,7 +45,7 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
         attention=backend,
         num_blocks=case.seqs * config.max_blocks_per_seq,
         platform="gpu",
-        sharding=SingleDeviceSharding(jax.local_devices()[0]),  # `compile_for` chooses another
+        sharding=target_sharding(target),
     )
     bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)

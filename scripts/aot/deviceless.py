@@ -1,18 +1,16 @@
-"""Compiling a function for a GPU that is not there. Needs the CUDA plugin of JAX, neither a driver nor a device."""
+"""Compiling one function for a GPU that is not there, timed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scripts.aot.targets import Target
+from jaxserve.device.deviceless import lowering_for, target_sharding
+from jaxserve.device.targets import Target
 
 
 @dataclass(frozen=True)
@@ -28,21 +26,11 @@ def compile_for(
     target: Target, function: Callable[..., Any], arguments: tuple[Any, ...], *, donate: tuple[int, ...] = ()
 ) -> Compiled:
     """Compile `function` for abstract `arguments` (pytrees of `jax.ShapeDtypeStruct`)."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target.config, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    with _lowering_for(target):
+    with lowering_for(target):
         start = time.perf_counter()
         lowered = jax.jit(function, donate_argnums=donate).lower(*placed)
         middle = time.perf_counter()
         executable = lowered.compile()
     return Compiled(executable, middle - start, time.perf_counter() - middle)
-
-
-@contextmanager
-def _lowering_for(target: Target) -> Iterator[None]:
-    """Pallas asks the current mesh which device it lowers for."""
-    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.facts.num_sms, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        yield

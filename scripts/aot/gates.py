@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from jaxserve.device.targets import TARGETS, Target
 from scripts.aot.cases import KernelCase
 from scripts.aot.dumps import Kernel
 from scripts.aot.results import Result, StepFacts
-from scripts.aot.targets import TARGETS, Target
 
 # Warpgroup products and loads by the tensor memory accelerator: what Hopper kernels are written for.
 _IN_MOSAIC_KERNELS = ("HGMMA", "UTMALDG")

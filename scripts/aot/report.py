@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from jaxserve.device.targets import TARGETS
 from scripts.aot.cases import HEADS, KernelCase, StepCase
 from scripts.aot.results import Result
-from scripts.aot.targets import TARGETS
 from scripts.aot.targets_table import targets_table
 
 _SHOWN = ("HGMMA", "HMMA", "IMMA", "UTMALDG", "LDGSTS", "LDG", "MUFU", "BAR")

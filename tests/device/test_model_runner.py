@@ -201,12 +201,12 @@ def test_whatever_shapes_a_program_names_another_folder(tmp_path: Path) -> None:
     for change in changes:
         runner = make_runner(**{"num_blocks": 10, **change, "cache_directory": tmp_path})
         assert runner._maker.cache is not None
-        folders.add(runner._maker.cache._directory)
+        folders.add(runner._maker.cache.directory)
         runner.close()
     assert len(folders) == len(changes)
     runner = make_runner(num_blocks=10, cache_directory=tmp_path)
     assert runner._maker.cache is not None
-    assert runner._maker.cache._directory in folders, "the same again finds its programs"
+    assert runner._maker.cache.directory in folders, "the same again finds its programs"
     runner.close()
 
 

@@ -55,7 +55,7 @@ def test_what_is_in_use_stays_and_counts(tmp_path: Path) -> None:
     old = [put(tmp_path, number, 100, used=number) for number in range(3)]
     cache = ExecutableCache(tmp_path, {"ours": 1})
     cache.store("p", jax.jit(step, donate_argnums=0).lower(*ABSTRACT).compile())
-    own = cache._directory
+    own = cache.directory
     os.utime(own / "manifest.json", (0, 0))  # the oldest by far
     own_bytes = sum(file.stat().st_size for file in own.iterdir())
     evict_programs(tmp_path, own_bytes + 250)
@@ -72,13 +72,13 @@ def test_to_open_is_to_use(tmp_path: Path) -> None:
     """Loading everything and storing nothing keeps programs as well."""
     for manifest in ({"a": 1}, {"b": 1}):
         cache = ExecutableCache(tmp_path, manifest)
-        (cache._directory / "p.bin").write_bytes(bytes(1000))
-        os.utime(cache._directory / "manifest.json", (1000, 1000))
+        (cache.directory / "p.bin").write_bytes(bytes(1000))
+        os.utime(cache.directory / "manifest.json", (1000, 1000))
         cache.close()
     again = ExecutableCache(tmp_path, {"a": 1})
     again.close()
     evict_programs(tmp_path, 1500)
-    assert names(tmp_path) == {again._directory.name, "lock"}
+    assert names(tmp_path) == {again.directory.name, "lock"}
 
 
 def test_nothing_else_is_ever_touched(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.device.targets import TARGETS
 from jaxserve.models.registry import get_family
 from pallas_kernels.paged_attention import backend_names
 from scripts import costs
@@ -29,7 +30,6 @@ from scripts.aot.dumps import Kernel
 from scripts.aot.gates import failures
 from scripts.aot.models import MODELS
 from scripts.aot.results import Result, StepFacts
-from scripts.aot.targets import TARGETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = (REPOSITORY / "docs" / "kernels.md").read_text()

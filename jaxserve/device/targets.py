@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pallas_kernels.paged_attention import H200, DeviceFacts
 
-_CONFIGS = Path(__file__).with_name("targets")
+_CONFIGS = Path(__file__).with_name("gpu_targets")
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Target:
     """A GPU to compile for.
 
     Attributes:
-      name: as cases and `targets/NAME.txtpb` spell it.
-      device_kind: as JAX reports it; kernels are lowered for it.
+      name: as cases and `gpu_targets/NAME.txtpb` spell it.
+      device_kind: as JAX reports it of a real one (a topology calls itself otherwise); kernels are lowered for it.
       arch: as ptxas spells it.
       facts: what backends are chosen by.
       shared_memory: most bytes a thread block can have.

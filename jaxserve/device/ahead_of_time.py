@@ -1,0 +1,79 @@
+"""Compiling an engine's programs into a folder, without running or even loading any: for this device or another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
+
+from jaxserve.batch.bucket import Bucket
+from jaxserve.device.executable_cache import ExecutableCache
+from jaxserve.device.program_definitions import (
+    Definition,
+    Programs,
+    parts_of_step,
+    state_program,
+    whole_step,
+)
+from jaxserve.device.programs import ProgramKey
+from jaxserve.errors import ConfigError
+from jaxserve.progress import Progress
+
+
+def definitions_of(programs: Programs, keys: Iterable[ProgramKey]) -> list[Definition]:
+    """All programs behind these keys, each once."""
+    found: dict[str, Definition] = {}
+    for key in keys:
+        for definition in _definitions(programs, key):
+            found.setdefault(definition.name, definition)
+    return list(found.values())
+
+
+def compile_missing(
+    definitions: list[Definition],
+    cache: ExecutableCache,
+    lowering: Callable[[], AbstractContextManager[None]],
+    *,
+    threads: int,
+    progress: Progress,
+) -> int:
+    """Compile whatever the cache lacks, `threads` at a time, and keep it there.
+
+    Args:
+      lowering: what each program is traced and lowered inside of.
+
+    Returns:
+      How many had to be compiled.
+
+    Raises:
+      ConfigError: a program could not be kept; the log says why.
+    """
+    missing = [definition for definition in definitions if not cache.has(definition.name)]
+
+    def make(definition: Definition) -> None:
+        with lowering():
+            program = definition.compile()
+        cache.store(definition.name, program)
+        if not cache.has(definition.name):
+            raise ConfigError(f"{definition.name} could not be kept in {cache.directory}")
+
+    progress("Compiling", 0, len(missing))
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
+        futures = [pool.submit(make, definition) for definition in missing]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()
+                progress("Compiling", done, len(missing))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return len(missing)
+
+
+def _definitions(programs: Programs, key: ProgramKey) -> list[Definition]:
+    if not isinstance(key, Bucket):
+        return [state_program(programs, key)]
+    if not programs.by_layer:
+        return [whole_step(programs, key)]
+    begin, layer_of_kind, end = parts_of_step(programs, key)
+    return [begin, *layer_of_kind.values(), end]
