@@ -75,5 +75,4 @@ def _definitions(programs: Programs, key: ProgramKey) -> list[Definition]:
         return [state_program(programs, key)]
     if not programs.by_layer:
         return [whole_step(programs, key)]
-    begin, layer_of_kind, end = parts_of_step(programs, key)
-    return [begin, *layer_of_kind.values(), end]
+    return list(parts_of_step(programs, key).values())
