@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.device.deviceless import identity_of
 from jaxserve.device.program_manifest import (
     DeviceIdentity,
     describe_differences,
@@ -16,6 +17,7 @@ from jaxserve.device.program_manifest import (
     make_manifest,
     shorten,
 )
+from jaxserve.device.targets import TARGETS
 from tests.device.driver import MODEL
 
 SOURCES = {"jaxserve/device/step.py": "11", "jaxserve/models/rope.py": "22"}
@@ -61,6 +63,29 @@ def test_a_cpu_is_told_by_its_features() -> None:
     assert describe_differences(
         make_manifest({}, SOURCES, here), make_manifest({}, SOURCES, other)
     ) == ["cpu_features changed"]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RealDevice:
+    """What is asked of a device, as an H200 answers. There is none here."""
+
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H200"
+
+
+def test_a_gpu_looks_for_what_was_compiled_for_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the compiling host is in the manifest: neither its CPU nor the platform it was told to use."""
+    elsewhere = make_manifest({"a": 1}, SOURCES, identity_of(TARGETS["h200"]))
+    before = jax.config.values["jax_platforms"]
+    monkeypatch.setattr(jax, "local_devices", lambda: [RealDevice()])
+    monkeypatch.setattr("jaxserve.device.program_manifest._cpu_features", lambda: "of another machine")
+    jax.config.update("jax_platforms", "cuda")
+    try:
+        there = make_manifest({"a": 1}, SOURCES, local_device())
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert there == elsewhere
+    assert make_manifest({"a": 1}, SOURCES, identity_of(TARGETS["a100"])) != elsewhere
 
 
 CHANGES = {

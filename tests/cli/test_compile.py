@@ -1,0 +1,87 @@
+"""`jaxserve compile`, and starts that find what it has made; real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxserve.cli.main import run
+from tests.cli.command import run_jaxserve
+from tests.server import http
+from tests.server_process import ServerProcess
+
+LIMITS = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "128")
+SUMMARY = re.compile(r"(\d+) programs, (\d+) of them compiled now, [\d.]+ MiB: (\S+)\n")
+
+
+def gauge(url: str, name: str) -> float:
+    found = re.search(
+        rf"^jaxserve:{name}{{.*}} (\S+)$", http.request(url, "GET", "/metrics").body.decode(), re.MULTILINE
+    )
+    assert found is not None
+    return float(found[1])
+
+
+def test_a_start_compiles_nothing_of_what_was_compiled_before(
+    tiny_checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    shapes = [{"tokens": tokens, "seqs": [2]} for tokens in (2, 16)]
+    plan.write_text(json.dumps({"jaxserve_bucket_plan": 1, "shapes": shapes}))
+    flags = (*LIMITS, "--bucket-plan", str(plan))
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def compile_all(*more: str) -> tuple[int, int, Path, str]:
+        result = run_jaxserve("compile", tiny_checkpoint_dir, *flags, *more, environment=environment)
+        assert result.returncode == 0, result.stderr
+        summary = SUMMARY.fullmatch(result.stdout)
+        assert summary is not None, result.stdout
+        return int(summary[1]), int(summary[2]), Path(summary[3]), result.stderr
+
+    total, compiled, folder, log = compile_all()
+    assert total == compiled == len(list(folder.glob("*.bin"))) > 6
+    assert "again" not in log
+    assert f"{total}/{total}" in log, "progress was shown"
+    with ServerProcess(tiny_checkpoint_dir, *flags, "--wait-for-programs", environment=environment) as server:
+        url = server.base_url
+        model = http.request(url, "GET", "/v1/models").json["data"][0]["id"]
+        body = {"model": model, "prompt": "Once", "max_tokens": 5, "ignore_eos": True}
+        assert http.post(url, "/v1/completions", body).json["usage"]["completion_tokens"] == 5
+        assert gauge(url, "compilations_total") == 0
+        assert gauge(url, "serving_compilations_total") == 0
+        assert gauge(url, "shapes_ready") == 2
+    assert "again" not in server.logs, server.logs
+
+    # What is damaged or gone is made again, and only that.
+    (folder / "load_row.bin").write_bytes(b"damaged")
+    (folder / "copy_blocks.bin").unlink()
+    assert compile_all()[:2] == (total, 2)
+
+    # Another setting has programs of its own, says so, and takes the place of the old ones where there is no room.
+    _, compiled, other, log = compile_all("--max-num-seqs", "1", "--program-cache-bytes", "0")
+    assert compiled > 6
+    assert "compiling again: max_num_seqs 2 -> 1\n" in log
+    assert other.exists()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mention"),
+    [
+        (("--target", "h200"), "--output"),
+        (("--target", "h200", "--output", "x"), "--num-gpu-blocks-override"),
+        (("--target", "h300", "--output", "x"), "h300"),
+        (("--output", "x"), "no-such-model"),
+        (("--bucket-plan", "missing.json"), "missing.json"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(
+    arguments: tuple[str, ...], mention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["compile", "no-such-model", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert mention in printed.err
