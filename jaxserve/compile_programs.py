@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import jax.numpy as jnp
 
+from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.config import EngineConfig
 from jaxserve.device.ahead_of_time import compile_missing, definitions_of
 from jaxserve.device.deviceless import identity_of, lowering_for, target_sharding
-from jaxserve.device.memory import plan_num_blocks
-from jaxserve.device.program_definitions import describe_programs
+from jaxserve.device.executable_cache import ExecutableCache
+from jaxserve.device.memory_plan import plan_memory
+from jaxserve.device.program_definitions import Programs, describe_programs
 from jaxserve.device.program_eviction import evict_programs
-from jaxserve.device.program_manifest import local_device
 from jaxserve.device.programs import open_cache, program_keys
 from jaxserve.device.targets import Target
 from jaxserve.engine_setup import cache_directory, set_up
@@ -57,38 +59,79 @@ def compile_programs(
     root = cache_directory(options)
     if root is None:
         raise ConfigError("no folder is named to keep programs in")
-    here = jax.local_devices()[0]
-    device = target.facts if target else facts_of(here)
-    if options.num_blocks is None and device.platform != "cpu":
+    made = (
+        _for_target(model, options, target, root, progress)
+        if target
+        else _for_this_device(model, options, root, progress)
+    )
+    if made.cache is None:
+        backend = made.programs.identity["attention"]["backend"].name
         raise ConfigError(
-            "--num-gpu-blocks-override must be given: programs hold the size of the KV cache, and what a GPU has "
-            "room for is known only when the weights are on it; start the engine with the same number"
+            f"programs of the attention backend {backend} can't be kept, as they run in an interpreter"
         )
-    setup = set_up(model, options, device, store=None, progress=progress)
+    try:
+        definitions = definitions_of(made.programs, program_keys(made.buckets))
+        num_compiled = made.num_compiled + compile_missing(
+            definitions, made.cache, made.lowering, threads=os.cpu_count() or 1, progress=progress
+        )
+        files = [made.cache.directory / f"{definition.name}.bin" for definition in definitions]
+        num_bytes = sum(file.stat().st_size for file in files)
+        evict_programs(root, options.program_cache_bytes)
+    finally:
+        made.cache.close()
+    return CompiledPrograms(made.cache.directory, len(definitions), num_compiled, num_bytes)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be compiled, where to, and how.
+
+    Attributes:
+      lowering: what programs are lowered inside of.
+      num_compiled: programs that had to be compiled to come this far.
+    """
+
+    programs: Programs
+    buckets: ShapeBuckets
+    cache: ExecutableCache | None
+    lowering: Callable[[], AbstractContextManager[None]] = nullcontext
+    num_compiled: int = 0
+
+
+def _for_this_device(model: str | Path, options: EngineConfig, root: Path, progress: Progress) -> _Work:
+    """As the engine does: the pool's size depends on what the largest programs need, so these are compiled first."""
+    setup = set_up(model, options, facts_of(jax.local_devices()[0]), store=None, progress=progress)
+    checkpoint, config = setup.checkpoint, setup.config
+    plan = plan_memory(
+        options,
+        config,
+        checkpoint.config,
+        weights=checkpoint.param_bytes(jnp.dtype(config.dtype), quantization=config.quantization),
+        attention=setup.attention,
+        buckets=setup.buckets,
+        cache_directory=root,
+        progress=progress,
+    )
+    return _Work(plan.maker.programs, setup.buckets, plan.maker.cache, num_compiled=plan.maker.num_compiled)
+
+
+def _for_target(
+    model: str | Path, options: EngineConfig, target: Target, root: Path, progress: Progress
+) -> _Work:
+    if options.num_blocks is None:
+        raise ConfigError(
+            "--num-blocks must be given with --target: programs hold the size of the KV cache, and how much memory the "
+            "GPU will have free is known only there; start the engine with the same number"
+        )
+    sharding = target_sharding(target)
+    setup = set_up(model, options, target.facts, store=None, progress=progress)
     programs = describe_programs(
         setup.checkpoint.config,
         setup.config,
         attention=setup.attention,
-        num_blocks=plan_num_blocks(options, setup.config, setup.checkpoint.config),
-        platform=device.platform,
-        sharding=target_sharding(target) if target else SingleDeviceSharding(here),
+        num_blocks=options.num_blocks,
+        platform=target.facts.platform,
+        sharding=sharding,
     )
-    cache = open_cache(programs, root, identity_of(target) if target else local_device())
-    if cache is None:
-        raise ConfigError(f"programs of the attention backend {setup.attention.name} can't be kept")
-    try:
-        definitions = definitions_of(programs, program_keys(setup.buckets))
-        num_compiled = compile_missing(
-            definitions,
-            cache,
-            partial(lowering_for, target) if target else nullcontext,
-            threads=os.cpu_count() or 1,
-            progress=progress,
-        )
-        num_bytes = sum(
-            (cache.directory / f"{definition.name}.bin").stat().st_size for definition in definitions
-        )
-        evict_programs(root, options.program_cache_bytes)
-    finally:
-        cache.close()
-    return CompiledPrograms(cache.directory, len(definitions), num_compiled, num_bytes)
+    cache = open_cache(programs, root, identity_of(target))
+    return _Work(programs, setup.buckets, cache, partial(lowering_for, target))

@@ -38,8 +38,8 @@ def compile_command(
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     block_size: options.BlockSize = 32,
-    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
-    kv_cache_memory_fraction: options.KvCacheMemoryFraction = None,
+    num_blocks: options.NumBlocks = "auto",
+    memory_fraction: options.MemoryFraction = None,
     attention_backend: options.AttentionBackend = "auto",
     deterministic: options.Deterministic = False,
     bucket_plan: options.BucketPlan = None,
@@ -57,7 +57,7 @@ def compile_command(
     \b
     Examples:
       jaxserve compile smollm2
-      jaxserve compile ./Llama-3.1-8B --target h200 --num-gpu-blocks-override 20000 --output programs
+      jaxserve compile ./Llama-3.1-8B --target h200 --num-blocks 20000 --output programs
     """
     if target is not None:
         if output is None:
@@ -78,8 +78,8 @@ def compile_command(
         max_num_batched_tokens=max_num_batched_tokens,
         max_prefill_chunk=None,
         block_size=block_size,
-        num_gpu_blocks_override=num_gpu_blocks_override,
-        kv_cache_memory_fraction=kv_cache_memory_fraction,
+        num_blocks=num_blocks,
+        memory_fraction=memory_fraction,
         enable_prefix_caching=True,
         scheduler=options.SchedulerChoice.continuous,
         attention_backend=attention_backend,

@@ -72,7 +72,7 @@ def test_a_start_compiles_nothing_of_what_was_compiled_before(
     ("arguments", "mention"),
     [
         (("--target", "h200"), "--output"),
-        (("--target", "h200", "--output", "x"), "--num-gpu-blocks-override"),
+        (("--target", "h200", "--output", "x"), "--num-blocks"),
         (("--target", "h300", "--output", "x"), "h300"),
         (("--output", "x"), "no-such-model"),
         (("--bucket-plan", "missing.json"), "missing.json"),
