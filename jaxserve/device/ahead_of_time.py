@@ -57,6 +57,8 @@ def compile_missing(
         if not cache.has(definition.name):
             raise ConfigError(f"{definition.name} could not be kept in {cache.directory}")
 
+    if not missing:
+        return 0
     progress("Compiling", 0, len(missing))
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
         futures = [pool.submit(make, definition) for definition in missing]

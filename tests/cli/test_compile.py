@@ -29,7 +29,7 @@ def test_a_start_compiles_nothing_of_what_was_compiled_before(
     tiny_checkpoint_dir: Path, tmp_path: Path
 ) -> None:
     plan = tmp_path / "plan.json"
-    shapes = [{"tokens": tokens, "seqs": [2]} for tokens in (2, 16)]
+    shapes = [{"tokens": tokens, "seqs": [2]} for tokens in (2, 8, 16)]
     plan.write_text(json.dumps({"jaxserve_bucket_plan": 1, "shapes": shapes}))
     flags = (*LIMITS, "--bucket-plan", str(plan))
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -41,10 +41,17 @@ def test_a_start_compiles_nothing_of_what_was_compiled_before(
         assert summary is not None, result.stdout
         return int(summary[1]), int(summary[2]), Path(summary[3]), result.stderr
 
-    total, compiled, folder, log = compile_all()
+    old = tmp_path / "cache/jaxserve/executables" / ("0" * 32)
+    old.mkdir(parents=True, mode=0o700)
+    old.parent.chmod(0o700)
+    (old / "manifest.json").write_text('{"jax": "0.1"}')
+    (old / "x.bin").write_bytes(bytes(100))
+    total, compiled, folder, log = compile_all("--program-cache-bytes", "0")
     assert total == compiled == len(list(folder.glob("*.bin"))) > 6
-    assert "again" not in log
-    assert f"{total}/{total}" in log, "progress was shown"
+    assert "compiling again: another model, jax 0.1 -> " in log
+    assert re.search(r"Compiling: (\d+)/\1 in", log), "progress was shown"
+    assert folder.parent == old.parent
+    assert not old.exists(), "there was no room for it"
     with ServerProcess(tiny_checkpoint_dir, *flags, "--wait-for-programs", environment=environment) as server:
         url = server.base_url
         model = http.request(url, "GET", "/v1/models").json["data"][0]["id"]
@@ -52,20 +59,14 @@ def test_a_start_compiles_nothing_of_what_was_compiled_before(
         assert http.post(url, "/v1/completions", body).json["usage"]["completion_tokens"] == 5
         assert gauge(url, "compilations_total") == 0
         assert gauge(url, "serving_compilations_total") == 0
-        assert gauge(url, "shapes_ready") == 2
+        assert gauge(url, "shapes_ready") == 3
     assert "again" not in server.logs, server.logs
 
     # What is damaged or gone is made again, and only that.
     (folder / "load_row.bin").write_bytes(b"damaged")
     (folder / "copy_blocks.bin").unlink()
-    assert compile_all()[:2] == (total, 2)
-
-    # Another setting has programs of its own, says so, and takes the place of the old ones where there is no room.
-    _, compiled, other, log = compile_all("--max-num-seqs", "1", "--program-cache-bytes", "0")
-    assert compiled > 6
-    assert "compiling again: max_num_seqs 2 -> 1\n" in log
-    assert other.exists()
-    assert not folder.exists()
+    again = compile_all()
+    assert again[:3] == (total, 2, folder)
 
 
 @pytest.mark.parametrize(
