@@ -150,6 +150,7 @@ AT_THE_DEVICE_BOUNDARY = {
     "device/program_definitions.py",
     "checkpoint/weights.py",
     "bench/step_programs.py",
+    "bench/machine_rates.py",
 }
 BOUNDARY_CALLS = {"jit", "device_put", "device_get", "block_until_ready", "copy_to_host_async"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.bench.peers.command import add_command, run_command
+from jaxserve.bench.picture import require_matplotlib
 from jaxserve.bench.workload import read_workload
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
@@ -64,6 +65,35 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="N",
         help="[default: 2 8 16 32 64]",
     )
+    growth = commands.add_parser(
+        "growth",
+        help="how a step's time grows with sequences, context and queue",
+        description="Time decode steps of more and more sequences, of longer and longer contexts, and the host with "
+        "more and more requests waiting, beside the least that reading and computing take. "
+        "Exit codes: 0; 2 for bad input.",
+    )
+    _add_engine(growth)
+    _add_formats(growth)
+    growth.add_argument("--repeats", type=_positive, metavar="K", help="runs of each step [default: 15]")
+    for flag, default, what in (
+        ("--sequences", [1, 2, 4, 8, 16, 32, 64], "running sequences"),
+        ("--contexts", [64, 256, 512, 1024, 1536], "tokens of each sequence"),
+        ("--queues", [0, 64, 256, 1024, 4096], "requests that wait"),
+    ):
+        least = _not_negative if flag == "--queues" else _positive
+        shown = " ".join(map(str, default))
+        growth.add_argument(
+            flag, type=least, nargs="+", default=default, metavar="N", help=f"{what} [default: {shown}]"
+        )
+    growth.add_argument(
+        "--at-sequences", type=_positive, default=16, metavar="N", help="in the other sweeps [default: 16]"
+    )
+    growth.add_argument(
+        "--at-context", type=_positive, default=256, metavar="N", help="in the other sweeps [default: 256]"
+    )
+    growth.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
+    )
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -110,11 +140,15 @@ def _add_common(command: argparse.ArgumentParser) -> None:
     _add_engine(command)
     command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
     command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
-    command.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    command.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none")
+    _add_formats(command)
     command.add_argument(
         "--repeats", type=_positive, metavar="K", help="passes of each [default: 1; step: 15]"
     )
+
+
+def _add_formats(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    command.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -190,6 +224,31 @@ def _measure_step(arguments: argparse.Namespace, progress: Progress) -> Measured
     return step.report(times), step.to_json(times), 0
 
 
+def _measure_growth(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import growth
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    result = growth.measure_growth(
+        arguments.model,
+        _options(arguments, **_formats(arguments)),
+        growth.Loads(
+            sequences=tuple(sorted(arguments.sequences)),
+            contexts=tuple(sorted(arguments.contexts)),
+            queues=tuple(sorted(arguments.queues)),
+            at_sequences=arguments.at_sequences,
+            at_context=arguments.at_context,
+        ),
+        repeats=arguments.repeats or _STEP_REPEATS,
+        progress=progress,
+    )
+    if arguments.plot is not None:
+        from jaxserve.bench.growth_plot import plot
+
+        plot(result, arguments.plot)
+    return growth.report(result), growth.to_json(result), 0
+
+
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -208,6 +267,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "static": _measure_static,
     "deterministic": _measure_deterministic,
     "step": _measure_step,
+    "growth": _measure_growth,
     "quality": _measure_quality,
 }
 
@@ -230,9 +290,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import BatchBuilder, HostBatch
@@ -62,12 +62,28 @@ def blocks_for(requests: list[Request], config: ResolvedConfig) -> int:
 
 
 def make_batches(
-    requests: list[Request], config: ResolvedConfig, buckets: ShapeBuckets, num_blocks: int
+    requests: list[Request],
+    config: ResolvedConfig,
+    buckets: ShapeBuckets,
+    num_blocks: int,
+    *,
+    waiting: int = 0,
 ) -> HostSteps:
-    """Let requests run until all decode, and for a while longer."""
+    """Let requests run until all decode, and for a while longer.
+
+    Args:
+      waiting: requests that queue behind them meanwhile, for want of a slot.
+    """
+    if waiting:
+        config = replace(config, max_num_seqs=len(requests), max_waiting=waiting)
     scheduler = create_scheduler(config, num_blocks)
     builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=config.max_num_seqs)
-    for request in requests:
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    behind = [
+        Request(f"w{index}:0", f"w{index}", 0, (index % 1000,), params, seed=0, max_tokens=1)
+        for index in range(waiting)
+    ]
+    for request in (*requests, *behind):
         scheduler.add(request)
     prompts: HostBatch | None = None
     seconds: list[float] = []

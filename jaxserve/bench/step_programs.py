@@ -49,9 +49,15 @@ class StepPrograms:
             sharding=sharding,
         )
         self._programs = replace(described, by_layer=True)  # also where an engine makes one program of all
+        self._maker = ProgramMaker(self._programs, None)
         self._params = fill_params(described.params, params)
         self._state = make_state(model, config, num_blocks)
         self._deterministic = config.deterministic
+
+    def step(self, batch: HostBatch) -> Callable[[], float]:
+        """The whole step of a batch, as an engine runs it; returns seconds."""
+        parts = self._maker.make_parts(batch.bucket)
+        return lambda: self._run_step(parts, batch)
 
     def variants(self, batch: HostBatch) -> dict[str, Callable[[], float]]:
         """What to run for a batch, by name; each returns seconds.
@@ -59,7 +65,7 @@ class StepPrograms:
         STEP is all of it, as an engine runs it; BEGIN, LAYERS and END are its parts, each from when its inputs are
         there until its outputs are. BARE_LAYERS write keys and values, and take the queries for what attention gives.
         """
-        parts = ProgramMaker(self._programs, None).make_parts(batch.bucket)
+        parts = self._maker.make_parts(batch.bucket)
         bare = ProgramMaker(self._without_attention(), None).make_parts(batch.bucket)
         return {
             STEP: lambda: self._run_step(parts, batch),

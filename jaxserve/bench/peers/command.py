@@ -73,8 +73,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     Raises:
       ConfigError: bad input, found before anything is measured.
     """
-    from jaxserve.bench.peers.plot import plot, require_matplotlib
+    from jaxserve.bench.peers.plot import plot
     from jaxserve.bench.peers.report import markdown, report, to_json
+    from jaxserve.bench.picture import require_matplotlib
 
     workload = read_workload(arguments.workload, limit=arguments.limit)
     peers = choose_peers(arguments.peer, model=arguments.model, with_own=not arguments.without_own)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 from jaxserve.bench.peers.compare import Comparison
 from jaxserve.bench.peers.report import ROWS, heading
-from jaxserve.errors import ConfigError
+from jaxserve.bench.picture import new_figure, save
 
 _PANELS = (
     "output throughput",
@@ -19,24 +18,13 @@ _PANELS = (
 )
 
 
-def require_matplotlib() -> None:
-    """Raises ConfigError, with what to install, where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxserve[bench]'")
-
-
 def plot(comparison: Comparison, path: Path) -> None:
     """Write the picture; the suffix of `path` decides the format.
 
     Raises:
       ConfigError: matplotlib is missing, or does not know the format.
     """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 2.2 + 0.7 * len(comparison.results)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=10, height=2.2 + 0.7 * len(comparison.results))
     rows = {row.name: row for row in ROWS}
     names = [result.peer.name for result in comparison.results]
     for axes, panel in zip(figure.subplots(2, 3, sharey=True).flat, _PANELS, strict=True):
@@ -57,7 +45,4 @@ def plot(comparison: Comparison, path: Path) -> None:
         axes.set_xlim(left=0)
     figure.axes[0].invert_yaxis()  # shared: the first peer on top everywhere
     figure.suptitle(heading(comparison), fontsize=9)
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+    save(figure, path)
