@@ -77,7 +77,7 @@ class _Step:
             return output
 
         taken = median_seconds(call, jax.block_until_ready)
-        if not np.asarray(call().finite_S).all():
+        if not np.asarray(call().sampled.finite_S).all():
             raise CheckFailedError("the step's logits are not finite")
         batch = self._bucket.seqs
         weights = sum(x.nbytes for x in jax.tree.leaves(self._params))

@@ -163,12 +163,12 @@ def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Workplace(cpu=True)
     case = {"name": "x", "kind": "attention", **shape, **lens}
     assert worker.run_case(case, place)["status"] == OK
-    right = xla._attend_tile
+    right = xla._attend_window
 
-    def with_planted_bug(context, q, table, position):
-        return right(dataclasses.replace(context, scale=context.scale * 1.001), q, table, position)
+    def with_planted_bug(context, *rest):
+        return right(dataclasses.replace(context, scale=context.scale * 1.001), *rest)
 
-    monkeypatch.setattr(xla, "_attend_tile", with_planted_bug)
+    monkeypatch.setattr(xla, "_attend_window", with_planted_bug)
     for kind in ("attention", "decode"):
         # Another shape than above: programs are kept by shape.
         other = {
