@@ -10,19 +10,17 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.config import EngineConfig
 from jaxserve.device.ahead_of_time import compile_missing, definitions_of
 from jaxserve.device.deviceless import identity_of, lowering_for, target_sharding
 from jaxserve.device.executable_cache import ExecutableCache
-from jaxserve.device.memory_plan import plan_memory
 from jaxserve.device.program_definitions import Programs, describe_programs
 from jaxserve.device.program_eviction import evict_programs
 from jaxserve.device.programs import open_cache, program_keys
 from jaxserve.device.targets import Target
-from jaxserve.engine_setup import cache_directory, set_up
+from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.errors import ConfigError
 from jaxserve.progress import Progress
 from pallas_kernels.paged_attention import facts_of
@@ -62,7 +60,7 @@ def compile_programs(
     made = (
         _for_target(model, options, target, root, progress)
         if target
-        else _for_this_device(model, options, root, progress)
+        else _for_this_device(model, options, progress)
     )
     if made.cache is None:
         backend = made.programs.identity["attention"]["backend"].name
@@ -98,20 +96,10 @@ class _Work:
     num_compiled: int = 0
 
 
-def _for_this_device(model: str | Path, options: EngineConfig, root: Path, progress: Progress) -> _Work:
+def _for_this_device(model: str | Path, options: EngineConfig, progress: Progress) -> _Work:
     """As the engine does: the pool's size depends on what the largest programs need, so these are compiled first."""
     setup = set_up(model, options, facts_of(jax.local_devices()[0]), store=None, progress=progress)
-    checkpoint, config = setup.checkpoint, setup.config
-    plan = plan_memory(
-        options,
-        config,
-        checkpoint.config,
-        weights=checkpoint.param_bytes(jnp.dtype(config.dtype), quantization=config.quantization),
-        attention=setup.attention,
-        buckets=setup.buckets,
-        cache_directory=root,
-        progress=progress,
-    )
+    plan = plan_memory_of(setup, options, progress)
     return _Work(plan.maker.programs, setup.buckets, plan.maker.cache, num_compiled=plan.maker.num_compiled)
 
 

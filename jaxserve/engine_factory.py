@@ -12,11 +12,10 @@ from jaxserve.batch.buckets import step_limits
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import EngineConfig
 from jaxserve.device.host_allocator import keep_freed_memory
-from jaxserve.device.memory_plan import plan_memory
 from jaxserve.device.model_runner import ModelRunner
 from jaxserve.device.program_eviction import evict_programs
 from jaxserve.engine import EngineCore
-from jaxserve.engine_setup import cache_directory, set_up
+from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.progress import NullProgress, Progress
 from pallas_kernels.paged_attention import facts_of
 
@@ -50,18 +49,10 @@ def create_engine(
     setup = set_up(model, options, device, store=store, progress=progress)
     checkpoint, config = setup.checkpoint, setup.config
     recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
-    programs, dtype = cache_directory(options), jnp.dtype(config.dtype)
-    plan = plan_memory(
-        options,
-        config,
-        checkpoint.config,
-        weights=checkpoint.param_bytes(dtype, quantization=config.quantization),
-        attention=setup.attention,
-        buckets=setup.buckets,
-        cache_directory=programs,
-        progress=progress,
+    plan = plan_memory_of(setup, options, progress)
+    params = checkpoint.load_params(
+        jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
     )
-    params = checkpoint.load_params(dtype, quantization=config.quantization, progress=progress)
     runner = ModelRunner(
         checkpoint.config,
         config,
@@ -69,14 +60,14 @@ def create_engine(
         attention=setup.attention,
         num_blocks=plan.num_blocks,
         buckets=setup.buckets,
-        cache_directory=programs,
+        cache_directory=cache_directory(options),
         maker=plan.maker,
     )
     del params  # the runner's alone now: closing it frees them
     runner.warm_up(progress, wait_for_all=wait_for_programs)
     if jax.default_backend() == "cpu":
         keep_freed_memory()
-    if programs is not None:
+    if (programs := cache_directory(options)) is not None:
         evict_programs(programs, options.program_cache_bytes)
     engine = EngineCore(
         model_name=served_name or checkpoint.name,

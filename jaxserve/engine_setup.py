@@ -6,11 +6,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from jaxserve.batch.bucket_plan_file import read_plan
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets, planned_buckets
 from jaxserve.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, ResolvedConfig, resolve
 from jaxserve.device.attention import choose_attention
+from jaxserve.device.memory_plan import MemoryPlan, plan_memory
 from jaxserve.model_store import default_store
 from jaxserve.progress import Progress
 from pallas_kernels.paged_attention import Backend, DeviceFacts
@@ -44,6 +47,21 @@ def set_up(
     attention = choose_attention(checkpoint.config, config, device)
     buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
     return EngineSetup(checkpoint, config, attention, buckets)
+
+
+def plan_memory_of(setup: EngineSetup, options: EngineConfig, progress: Progress) -> MemoryPlan:
+    """The size of the engine's pool on the device that is here, which its programs depend on; see `plan_memory`."""
+    checkpoint, config = setup.checkpoint, setup.config
+    return plan_memory(
+        options,
+        config,
+        checkpoint.config,
+        weights=checkpoint.param_bytes(jnp.dtype(config.dtype), quantization=config.quantization),
+        attention=setup.attention,
+        buckets=setup.buckets,
+        cache_directory=cache_directory(options),
+        progress=progress,
+    )
 
 
 def cache_directory(options: EngineConfig) -> Path | None:

@@ -232,7 +232,7 @@ def _measure_growth(arguments: argparse.Namespace, progress: Progress) -> Measur
     result = growth.measure_growth(
         arguments.model,
         _options(arguments, **_formats(arguments)),
-        growth.Loads(
+        growth.Sweeps(
             sequences=tuple(sorted(arguments.sequences)),
             contexts=tuple(sorted(arguments.contexts)),
             queues=tuple(sorted(arguments.queues)),

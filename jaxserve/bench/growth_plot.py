@@ -16,16 +16,16 @@ def plot(result: Growth, path: Path) -> None:
     """
     figure = new_figure(width=11, height=3.6)
     for axes, sweep in zip(figure.subplots(1, 3), (SEQUENCES, CONTEXT, QUEUE), strict=True):
-        points = [point for point in result.points if point.sweep == sweep]
-        values = [point.value for point in points]
+        points = [point for point in result.points if point.load.sweep == sweep]
+        values = [point.load.value for point in points]
         if sweep != QUEUE:
             axes.plot(values, [point.step for point in points], "o-", label="step")
             axes.plot(values, [point.floor for point in points], "k--", label="floor: bytes and FLOPs")
         axes.plot(values, [point.host for point in points], "s-", color="tab:orange", label="host's part")
         others = {
-            SEQUENCES: f"context {points[0].context}",
-            CONTEXT: f"{points[0].sequences} sequences",
-            QUEUE: f"{points[0].sequences} sequences run",
+            SEQUENCES: f"context {points[0].load.context}",
+            CONTEXT: f"{points[0].load.sequences} sequences",
+            QUEUE: f"{points[0].load.sequences} sequences run",
         }
         axes.set_xlabel(f"{sweep} ({others[sweep]})")
         axes.set_ylabel("milliseconds a step")

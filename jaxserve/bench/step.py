@@ -7,22 +7,28 @@ layer takes beyond the same layer without it (that still writes keys and values)
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.batch.builder import HostBatch
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.step_batches import blocks_for, make_batches, requests_of
-from jaxserve.bench.step_programs import BARE_LAYERS, BEGIN, END, LAYERS, STEP, StepPrograms
+from jaxserve.bench.step_programs import (
+    BARE_LAYERS,
+    BEGIN,
+    END,
+    LAYERS,
+    STEP,
+    load_step_programs,
+    time_in_turn,
+)
 from jaxserve.bench.workload import Workload
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, ResolvedConfig, resolve
-from jaxserve.device.attention import choose_attention
-from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
@@ -100,31 +106,22 @@ def measure_steps(
         (DECODE, steps.decode, steps.host_seconds * 1e3) for steps in made
     ]
     cases.append((PROMPTS, made[-1].prompts, None))
-    attention = choose_attention(checkpoint.config, config)
-    params = checkpoint.load_params(
-        jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
-    )
-    if jax.default_backend() == "cpu":
-        keep_freed_memory()  # as an engine does
-    programs = StepPrograms(checkpoint.config, config, params, attention=attention, num_blocks=num_blocks)
-    variants = []
-    for done, (_, batch, _) in enumerate(cases):
-        progress("Compiling shapes", done, len(cases))
-        variants.append(programs.variants(batch))
+    programs = load_step_programs(checkpoint, config, num_blocks=num_blocks, progress=progress)
+    runs: dict[tuple[int, str], Callable[[], float]] = {}
+    for index, (_, batch, _) in enumerate(cases):
+        progress("Compiling shapes", index, len(cases))
+        runs |= {(index, name): run for name, run in programs.variants(batch).items()}
     progress("Compiling shapes", len(cases), len(cases))
-    seconds: list[dict[str, list[float]]] = [{name: [] for name in variant} for variant in variants]
-    for repeat in range(repeats + 1):
-        for variant, taken in zip(variants, seconds, strict=True):
-            for name, run in variant.items():
-                value = run()
-                if repeat:  # the first run of each is a warm-up
-                    taken[name].append(value)
-    times = tuple(_times(*case, taken) for case, taken in zip(cases, seconds, strict=True))
-    return Breakdown(checkpoint.name, workload, config, attention.name, repeats, times)
+    seconds = time_in_turn(runs, repeats=repeats)
+    times = tuple(
+        _times(*case, {name: value for (case_of, name), value in seconds.items() if case_of == index})
+        for index, case in enumerate(cases)
+    )
+    return Breakdown(checkpoint.name, workload, config, programs.attention, repeats, times)
 
 
-def _times(kind: str, batch: HostBatch, host: float | None, seconds: dict[str, list[float]]) -> StepTimes:
-    middle = {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
+def _times(kind: str, batch: HostBatch, host: float | None, seconds: dict[str, float]) -> StepTimes:
+    middle = {name: value * 1e3 for name, value in seconds.items()}
     parts = (middle[BEGIN], middle[LAYERS] - middle[BARE_LAYERS], middle[BARE_LAYERS], middle[END])
     lengths = [row.num_computed_tokens + row.num_scheduled_tokens for row in batch.rows]
     return StepTimes(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.builder import HostBatch
+from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ModelConfig, ResolvedConfig
+from jaxserve.device.attention import choose_attention
+from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.device.kv_cache import join_layers
 from jaxserve.device.program_definitions import Programs, describe_programs, make_state
 from jaxserve.device.programs import ProgramMaker
 from jaxserve.device.step import finish_step, serve_step, step_parts
 from jaxserve.device.step_parts import StepParts, fill_params
+from jaxserve.progress import Progress
 from pallas_kernels.paged_attention import Backend
 
 STEP, BEGIN, LAYERS, BARE_LAYERS, END = "step", "begin", "all layers", "layers", "end"
@@ -28,6 +34,9 @@ class StepPrograms:
 
     Args:
       params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
+
+    Attributes:
+      attention: the backend's name.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class StepPrograms:
         self._params = fill_params(described.params, params)
         self._state = make_state(model, config, num_blocks)
         self._deterministic = config.deterministic
+        self.attention = attention.name
 
     def step(self, batch: HostBatch) -> Callable[[], float]:
         """The whole step of a batch, as an engine runs it; returns seconds."""
@@ -114,6 +124,25 @@ class StepPrograms:
         )
         self._state = replace(state, sampling=sampling, last_token_ids_R=last)
         return seconds
+
+
+def load_step_programs(
+    checkpoint: Checkpoint, config: ResolvedConfig, *, num_blocks: int, progress: Progress
+) -> StepPrograms:
+    """A model's weights on the device that is here, and an empty pool, for steps as an engine runs them."""
+    attention = choose_attention(checkpoint.config, config)
+    params = checkpoint.load_params(
+        jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
+    )
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()  # as an engine does
+    return StepPrograms(checkpoint.config, config, params, attention=attention, num_blocks=num_blocks)
+
+
+def time_in_turn[Key](runs: Mapping[Key, Callable[[], float]], *, repeats: int) -> dict[Key, float]:
+    """Median seconds of each, run one after the other, so many times over; a first round is a warm-up."""
+    rounds = [{key: run() for key, run in runs.items()} for _ in range(repeats + 1)][1:]
+    return {key: statistics.median(taken[key] for taken in rounds) for key in runs}
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:

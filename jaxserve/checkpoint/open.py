@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,15 +87,10 @@ class Checkpoint:
         """What `load_params` will put on the device."""
         import jax.numpy as jnp
 
-        from jaxserve.models.quantization import is_quantised, scale_spec
+        from jaxserve.models.quantization import spec_bytes
 
-        total = 0
-        for spec in self.weights.specs:
-            if is_quantised(spec, quantization):
-                total += math.prod(spec.shape) + 4 * math.prod(scale_spec(spec).shape)
-            else:
-                total += math.prod(spec.shape) * jnp.dtype(dtype).itemsize
-        return total
+        itemsize = jnp.dtype(dtype).itemsize
+        return sum(spec_bytes(spec, itemsize, quantization) for spec in self.weights.specs)
 
     def load_leaves(
         self,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 
 from jaxserve.batch.bucket import Bucket
+from jaxserve.device.compile_threads import in_threads
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
     Definition,
@@ -59,16 +59,8 @@ def compile_missing(
 
     if not missing:
         return 0
-    progress("Compiling", 0, len(missing))
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
-        futures = [pool.submit(make, definition) for definition in missing]
-        try:
-            for done, future in enumerate(as_completed(futures), start=1):
-                future.result()
-                progress("Compiling", done, len(missing))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    for _ in in_threads(make, missing, threads=threads, progress=progress, what="Compiling"):
+        pass
     return len(missing)
 
 

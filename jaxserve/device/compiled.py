@@ -8,13 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import Any
 
 import jax
 
-from jaxserve.device.machine_memory import release_free_memory
+from jaxserve.device.compile_threads import in_threads
+from jaxserve.device.host_allocator import release_free_memory
 from jaxserve.progress import Progress
 
 logger = logging.getLogger("jaxserve.programs")
@@ -48,18 +48,12 @@ class ExecutableSet[Key: Hashable]:
         self.failure: BaseException | None = None
 
     def build(self, keys: Iterable[Key], *, threads: int, progress: Progress, what: str) -> None:
-        """Make every program that is missing, `threads` at a time (XLA compiles outside Python's lock)."""
+        """Make every program that is missing, `threads` at a time."""
         missing = [key for key in keys if key not in self._executables]
-        progress(what, 0, len(missing))
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
-            futures = {pool.submit(self._make_one, key): key for key in missing}
-            try:
-                for done, future in enumerate(as_completed(futures), start=1):
-                    self._add(futures[future], future.result())
-                    progress(what, done, len(missing))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for key, program in in_threads(
+            self._make_one, missing, threads=threads, progress=progress, what=what
+        ):
+            self._add(key, program)
 
     def build_in_background(self, keys: Iterable[Key]) -> None:
         """Make every program that is missing, in order, one after the other, in a thread that yields to all others.

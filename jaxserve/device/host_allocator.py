@@ -1,9 +1,10 @@
-"""What the C library does with freed memory, where the device is the host."""
+"""What the C library does with freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 
 # Of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -26,3 +27,11 @@ def keep_freed_memory() -> bool:
         return False
     mapped = mallopt(_MMAP_THRESHOLD, _ALWAYS) or mallopt(_MMAP_THRESHOLD, _LARGEST_ON_OLD_VERSIONS)
     return bool(mapped and mallopt(_TRIM_THRESHOLD, _ALWAYS))
+
+
+def release_free_memory() -> None:
+    """Give back what compiling and loading have freed; glibc keeps it otherwise, hundreds of megabytes."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

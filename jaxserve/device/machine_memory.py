@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +54,6 @@ def resident_bytes(proc: Path = Path("/proc")) -> int:
     """Physical memory of this process; 0 where nobody says."""
     text = _read(proc / "self/statm").split()
     return int(text[1]) * os.sysconf("SC_PAGE_SIZE") if len(text) > 1 else 0
-
-
-def release_free_memory() -> None:
-    """Give back what compiling and loading have freed; glibc keeps it otherwise, hundreds of megabytes."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[tuple[int, int]]:

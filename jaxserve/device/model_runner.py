@@ -21,7 +21,8 @@ from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
-from jaxserve.device.machine_memory import machine_memory, release_free_memory
+from jaxserve.device.host_allocator import release_free_memory
+from jaxserve.device.machine_memory import machine_memory
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
 from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
 from jaxserve.device.programs import NUM_ESSENTIAL, ProgramKey, ProgramMaker, program_keys

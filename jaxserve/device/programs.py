@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.ready_buckets import in_order_of_use
+from jaxserve.device.compile_threads import in_threads
 from jaxserve.device.compiled import BuildStoppedError
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
@@ -76,13 +77,10 @@ class ProgramMaker:
 
     def prepare(self, keys: Sequence[ProgramKey], *, threads: int, progress: Progress) -> list[Any]:
         """Make programs now, `threads` at a time; who asks for them later gets these."""
-        what, made = "Preparing the first shapes", []
-        progress(what, 0, len(keys))
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="compile") as pool:
-            for program in pool.map(self, keys):
-                made.append(program)
-                progress(what, len(made), len(keys))
-        return made
+        what = "Preparing the first shapes"
+        return [
+            program for _, program in in_threads(self, keys, threads=threads, progress=progress, what=what)
+        ]
 
     def stop(self) -> None:
         """Make no further program: BuildStoppedError for whoever is at it, once the one it makes is done."""

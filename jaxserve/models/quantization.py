@@ -9,6 +9,7 @@ Norms, biases, the token embedding and the output head stay in the model's dtype
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ def quantise_modules(model: Any, quantization: Quantization | None) -> Any:
 def is_quantised(spec: WeightSpec, quantization: Quantization | None) -> bool:
     """Whether a parameter is one of the matrices that `quantise_modules` expects as int8."""
     return quantization is not None and spec.path[0] == "layers" and spec.path[-1] == "kernel"
+
+
+def spec_bytes(spec: WeightSpec, itemsize: int, quantization: Quantization | None) -> int:
+    """What a parameter takes on the device, with its scales; `itemsize` is that of the model's dtype."""
+    entries = math.prod(spec.shape)
+    return (
+        entries + 4 * math.prod(scale_spec(spec).shape)
+        if is_quantised(spec, quantization)
+        else entries * itemsize
+    )
 
 
 def scale_spec(spec: WeightSpec) -> WeightSpec:

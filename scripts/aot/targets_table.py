@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxserve.bench.costs import decode_attention, decode_step, prefill_flops
 from scripts.aot.models import MODELS
-from scripts.costs import decode_attention, decode_step, prefill_flops
 
 _MODEL = "llama3.1-8b"
 _BATCH, _CONTEXT, _BLOCK, _CHUNK = 64, 8192, 16, 2048

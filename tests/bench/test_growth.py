@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.bench.__main__ import main
-from jaxserve.bench.growth import CONTEXT, QUEUE, SEQUENCES, num_matrix_entries
+from jaxserve.bench.costs import decode_step
+from jaxserve.bench.growth import CONTEXT, QUEUE, SEQUENCES
 from jaxserve.bench.machine_rates import MachineRates
 from jaxserve.bench.step_batches import make_batches, requests_of
 from jaxserve.bench.workload import Item
@@ -30,7 +31,17 @@ def test_matrices_are_counted_as_the_checkpoint_holds_them(tiny_checkpoint_dir: 
     held = sum(rows * columns for rows, columns in matrices)
     if not checkpoint.config.tie_word_embeddings:
         held -= checkpoint.config.vocab_size * checkpoint.config.hidden_size  # rows of it are looked up
-    assert num_matrix_entries(checkpoint.config) == held
+    assert decode_step(checkpoint.config, batch=3, context=0).flops == 2 * 3 * held
+    attention = 4 * checkpoint.config.num_layers * checkpoint.config.num_heads * checkpoint.config.head_dim
+    assert decode_step(checkpoint.config, batch=3, context=5).flops == 2 * 3 * held + 3 * 5 * attention
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_weights_are_counted_as_they_are_loaded(tiny_checkpoint_dir: Path, quantization) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint_dir)
+    assert checkpoint.config.tie_word_embeddings
+    cost = decode_step(checkpoint.config, batch=3, context=5, itemsize=4, quantization=quantization)
+    assert cost.weight_bytes == checkpoint.param_bytes("float32", quantization=quantization)
 
 
 def test_a_queue_waits_behind_the_running_and_changes_nothing_else() -> None:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import Backend, mosaic_gpu_tiles
+from pallas_kernels.paged_attention import (
+    H200,
+    AttentionSpec,
+    Backend,
+    mosaic_gpu_tiles,
+    ragged_paged_attention,
+    resolve_backend,
+)
 from tests.pallas_kernels.problems import Problem, backend_for, expected, make_problem, run, run_decode
 
 INTERPRETED = "pallas-mosaic-gpu-interpret"
 MAX_SPLITS = 3
+NUM_BLOCKS = 1000
 SEARCH_RACES = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -127,3 +136,31 @@ def interpreter_process() -> Iterator[ProcessPoolExecutor]:
             del os.environ["PJRT_NPROC"]
         else:
             os.environ["PJRT_NPROC"] = before
+
+
+def assert_lowers_for_an_h200(
+    spec: AttentionSpec, *, scales: Mapping[str, jax.ShapeDtypeStruct] | None = None, **features: Any
+) -> None:
+    """Of a call over a cache of NUM_BLOCKS blocks."""
+    backend = resolve_backend("pallas-mosaic-gpu", spec=spec, device=H200)
+    array = jax.ShapeDtypeStruct
+    cache = array((NUM_BLOCKS, spec.num_kv_heads, spec.block_size, spec.head_dim), spec.kv_dtype)
+
+    def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, **arguments: Any) -> jax.Array:
+        return ragged_paged_attention(
+            q, k_cache, v_cache, scale=0.1, backend=backend, **arguments, **features
+        )
+
+    traced = jax.jit(call).trace(
+        array((64, spec.num_heads, spec.head_dim), spec.dtype),
+        cache,
+        cache,
+        block_tables_SB=array((8, 33), "int32"),
+        seq_lens_S=array((8,), "int32"),
+        cu_q_lens=array((9,), "int32"),
+        num_decodes=array((), "int32"),
+        num_seqs=array((), "int32"),
+        **(scales or {}),
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 3, "decode, the sum of its splits, prefill"

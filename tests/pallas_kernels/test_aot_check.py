@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve.bench import costs
 from jaxserve.device.targets import TARGETS
 from jaxserve.models.registry import get_family
 from pallas_kernels.paged_attention import backend_names
-from scripts import costs
 from scripts.aot import cuda_tools, dumps, hlo, record, report, runner
 from scripts.aot.cases import HEADS, KernelCase, StepCase, all_cases, kernel_cases, step_cases
 from scripts.aot.dumps import Kernel

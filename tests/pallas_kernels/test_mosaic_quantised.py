@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import H200, AttentionSpec, ragged_paged_attention, resolve_backend
+from pallas_kernels.paged_attention import AttentionSpec
 from tests.pallas_kernels.mosaic import (
     MAX_SPLITS,
+    NUM_BLOCKS,
+    assert_lowers_for_an_h200,
     assert_matches,
     interpreted,
     interpreter_process,
@@ -155,26 +156,8 @@ def by_block(problem: Problem, kv_dtype: str, rng: np.random.Generator) -> Probl
 )
 def test_lowers_for_an_h200(dtype, kv_dtype, head_dim, group, block_size, features) -> None:
     spec = AttentionSpec(2 * group, 2, head_dim, block_size, dtype, kv_dtype)
-    backend = resolve_backend("pallas-mosaic-gpu", spec=spec, device=H200)
-    array = jax.ShapeDtypeStruct
-    cache = array((1000, 2, block_size, head_dim), kv_dtype)
-
-    def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, **arguments) -> jax.Array:
-        return ragged_paged_attention(
-            q, k_cache, v_cache, scale=0.1, backend=backend, **arguments, **features
-        )
-
-    traced = jax.jit(call).trace(
-        array((64, spec.num_heads, head_dim), dtype),
-        cache,
-        cache,
-        block_tables_SB=array((8, 33), jnp.int32),
-        seq_lens_S=array((8,), jnp.int32),
-        cu_q_lens=array((9,), jnp.int32),
-        num_decodes=array((), jnp.int32),
-        num_seqs=array((), jnp.int32),
-        k_scale=array((1000, 1), jnp.float32),
-        v_scale=array((1, 2), jnp.float32),
+    by_block, by_head = (
+        jax.ShapeDtypeStruct((NUM_BLOCKS, 1), "float32"),
+        jax.ShapeDtypeStruct((1, 2), "float32"),
     )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 3, "decode, the sum of its splits, prefill"
+    assert_lowers_for_an_h200(spec, scales={"k_scale": by_block, "v_scale": by_head}, **features)

@@ -18,13 +18,13 @@ from pallas_kernels.paged_attention import (
     H200,
     AttentionSpec,
     DeviceFacts,
-    ragged_paged_attention,
     resolve_backend,
 )
 from tests.pallas_kernels.mosaic import (
     INTERPRETED,
     MAX_SPLITS,
     SEARCH_RACES,
+    assert_lowers_for_an_h200,
     assert_matches,
     found_races,
     interpreted,
@@ -192,28 +192,7 @@ def test_the_search_finds_a_planted_race(committed: bool) -> None:
     ],
 )
 def test_lowers_for_an_h200(dtype, head_dim, group, block_size, features) -> None:
-    spec = AttentionSpec(2 * group, 2, head_dim, block_size, dtype, dtype)
-    backend = resolve_backend("pallas-mosaic-gpu", spec=spec, device=H200)
-    array = jax.ShapeDtypeStruct
-    cache = array((1000, 2, block_size, head_dim), dtype)
-
-    def call(q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, **arguments) -> jax.Array:
-        return ragged_paged_attention(
-            q, k_cache, v_cache, scale=0.1, backend=backend, **arguments, **features
-        )
-
-    traced = jax.jit(call).trace(
-        array((64, spec.num_heads, head_dim), dtype),
-        cache,
-        cache,
-        block_tables_SB=array((8, 33), jnp.int32),
-        seq_lens_S=array((8,), jnp.int32),
-        cu_q_lens=array((9,), jnp.int32),
-        num_decodes=array((), jnp.int32),
-        num_seqs=array((), jnp.int32),
-    )
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 3, "decode, the sum of its splits, prefill"
+    assert_lowers_for_an_h200(AttentionSpec(2 * group, 2, head_dim, block_size, dtype, dtype), **features)
 
 
 def test_says_what_it_does_not_run() -> None:

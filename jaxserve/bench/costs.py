@@ -1,4 +1,4 @@
-"""Bytes and operations that attention and a decode step cannot do without: what times on a GPU are judged by.
+"""Bytes and operations that attention and a decode step cannot do without: what times are judged by.
 
 Only what has to move is counted, and once: weights, keys and values from the device's memory, results to it. What an
 implementation adds (partial results of splits, activations between kernels) is not.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxserve.config import ModelConfig
+from jaxserve.config import ModelConfig, Quantization
+from jaxserve.models.quantization import spec_bytes
 from jaxserve.models.registry import get_family
 
 _TABLE_ENTRY = 4  # int32 block ids
@@ -43,12 +44,14 @@ class DecodeStep:
       weight_bytes: every parameter once; of an embedding that is no output head as well only the rows looked up.
       kv_read_bytes, kv_write_bytes: caches of all layers.
       logit_bytes: the logits once.
+      flops: of all products, two a multiplication and addition.
     """
 
     weight_bytes: int
     kv_read_bytes: int
     kv_write_bytes: int
     logit_bytes: int
+    flops: int
 
     @property
     def bytes(self) -> int:
@@ -76,18 +79,28 @@ def prefill_flops(model: ModelConfig, *, chunk: int, context: int) -> int:
     return 4 * visible * model.num_heads * model.head_dim
 
 
-def decode_step(model: ModelConfig, *, batch: int, context: int, itemsize: int = 2) -> DecodeStep:
+def decode_step(
+    model: ModelConfig,
+    *,
+    batch: int,
+    context: int,
+    itemsize: int = 2,
+    quantization: Quantization | None = None,
+) -> DecodeStep:
     """`context`: tokens that each sequence attends to, the new one included."""
-    specs = get_family(model.architecture).weight_specs(model)
-    weights = {spec.path: math.prod(spec.shape) for spec in specs}
-    numbers = sum(weights.values())
-    if not model.tie_word_embeddings:
-        embedding = weights["embed_tokens", "embedding"]
-        numbers += batch * model.hidden_size - embedding
+    specs = {spec.path: spec for spec in get_family(model.architecture).weight_specs(model)}
+    weight_bytes = sum(spec_bytes(spec, itemsize, quantization) for spec in specs.values())
+    entries = sum(math.prod(spec.shape) for spec in specs.values() if len(spec.shape) == 2)
+    if not model.tie_word_embeddings:  # of the embedding, rows are looked up
+        embedding = math.prod(specs["embed_tokens", "embedding"].shape)
+        weight_bytes += (batch * model.hidden_size - embedding) * itemsize
+        entries -= embedding
     kv_of_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    attention = decode_attention(model, batch=batch, context=context, block_size=1, itemsize=itemsize)
     return DecodeStep(
-        weight_bytes=numbers * itemsize,
+        weight_bytes=weight_bytes,
         kv_read_bytes=batch * context * kv_of_token,
         kv_write_bytes=batch * kv_of_token,
         logit_bytes=batch * model.vocab_size * _LOGIT,
+        flops=2 * batch * entries + model.num_layers * attention.flops,
     )
