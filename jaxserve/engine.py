@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.step_time import StepTimeModel, work_of
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ class EngineCore:
     Attributes:
       max_request_tokens: most prompt + output tokens a request can have: the context, or the KV pool if smaller.
       stats: counts and gauges, refreshed by every step.
+      step_times: how long steps take, learned from all that were run.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class EngineCore:
         buckets: ShapeBuckets | ReadyBuckets,
         num_blocks: int,
         recorder: StepRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -90,7 +94,9 @@ class EngineCore:
         self._builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=runner.padding_row)
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
-        self._scheduler = create_scheduler(config, num_blocks)
+        self._clock = clock
+        self.step_times = StepTimeModel(_rounding(buckets))
+        self._scheduler = create_scheduler(config, num_blocks, self.step_times)
         self._output_processor = OutputProcessor(tokenizer)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
@@ -177,17 +183,17 @@ class EngineCore:
           Exception: whatever made this step fail. The device state is lost then, and the engine dead.
         """
         self._require_alive()
-        started = time.perf_counter()
+        started = self._clock()
         waited = 0.0
         updates: list[RequestUpdate] = []
         try:
-            due = launched = self._launch()
+            due = launched = self._launch(started)
             if self.config.overlap:
                 due, self._launched = self._launched, launched
             if due is not None:
-                asked = time.perf_counter()
+                asked = self._clock()
                 result = self._runner.read(due.step)
-                waited = time.perf_counter() - asked
+                waited = self._clock() - asked
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
                 updates = self._scheduler.update_from_output(due.plan, result)
@@ -196,7 +202,9 @@ class EngineCore:
             self._dead = f"a step failed: {type(error).__name__}: {error}"
             raise
         outputs = self._finish_step(updates)
-        elapsed = time.perf_counter() - started
+        elapsed = self._clock() - started
+        if due is not None and elapsed > 0:
+            self.step_times.observe(work_of(due.plan.scheduled, due.plan.num_padding_tokens), elapsed)
         self.stats.step_seconds += elapsed
         self.stats.host_seconds += elapsed - waited
         self.stats.host_gap_seconds = self._gap.seconds
@@ -217,21 +225,21 @@ class EngineCore:
 
     # One step.
 
-    def _launch(self) -> _Launched | None:
+    def _launch(self, now: float) -> _Launched | None:
         """Plan a step and hand it to the device; None when nothing can be planned."""
         self._look_at_device()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(now)
         if not plan.scheduled:
             return None
         batch = self._builder.build(plan)
         self._look_at_device()
         step = self._runner.launch(plan, batch)
-        self._gap.launched(time.perf_counter())
+        self._gap.launched(self._clock())
         return _Launched(plan, batch, step)
 
     def _look_at_device(self) -> None:
         if self._launched is not None and not self._runner.is_done(self._launched.step):
-            self._gap.busy(time.perf_counter())
+            self._gap.busy(self._clock())
 
     def _count(self, done: _Launched) -> None:
         batch = done.batch
@@ -281,7 +289,7 @@ class EngineCore:
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.generation.eos_token_ids)
-        arrival = time.monotonic() if request.arrival_time is None else request.arrival_time
+        arrival = self._clock() if request.arrival_time is None else request.arrival_time
         return [
             Request(
                 request_id=_sequence_id(request.request_id, index),
@@ -293,11 +301,22 @@ class EngineCore:
                 max_tokens=room if params.max_tokens is None else params.max_tokens,
                 stop_token_ids=frozenset(stops),
                 priority=request.priority,
+                service_class=request.service_class,
+                client=request.client,
+                targets=request.targets,
                 cache_salt=request.cache_salt,
                 arrival_time=arrival,
             )
             for index in range(params.n)
         ]
+
+
+def _rounding(buckets: ShapeBuckets | ReadyBuckets) -> Callable[[int, int], tuple[int, int]]:
+    def round_up(num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        bucket = buckets.smallest_for(num_tokens, num_seqs)
+        return bucket.tokens, bucket.seqs
+
+    return round_up
 
 
 def _sequence_id(group_id: str, index: int) -> str:

@@ -29,8 +29,27 @@ class ConfigError(JaxserveError, ValueError):
     """Engine options that contradict each other, the model or the machine."""
 
 
-class QueueFullError(JaxserveError):
-    """The waiting queue is at its limit; the client should retry later (HTTP 503)."""
+class OverloadedError(JaxserveError):
+    """There is more work than the engine can do in time; nothing is wrong with the request (HTTP 429).
+
+    Attributes:
+      reason: short and machine-readable: "queue_full", "queue_tokens_full", "ttft_target", ...
+      retry_after_seconds: when it may be worth another try; None where nothing is known.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QueueFullError(OverloadedError):
+    """The waiting queue is at its limit."""
+
+    def __init__(
+        self, message: str, *, reason: str = "queue_full", retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(message, reason=reason, retry_after_seconds=retry_after_seconds)
 
 
 class EngineDeadError(JaxserveError):

@@ -27,6 +27,26 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
+class ServiceClass(enum.StrEnum):
+    """Who waits for whom: interactive work passes background work, which ages so that it is never starved."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTargets:
+    """What a request's client can live with (its SLO); None is no target.
+
+    Attributes:
+      ttft_seconds: from arrival to the first output token. A request that can't have it is refused at once.
+      itl_seconds: between two output tokens. Prefill chunks of others are kept small enough for it.
+    """
+
+    ttft_seconds: float | None = None
+    itl_seconds: float | None = None
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are those of the OpenAI API where it has one."""
 
@@ -192,9 +212,12 @@ class GenerationRequest:
     Attributes:
       request_id: unique among the unfinished ones.
       prompt_token_ids: at least one id.
-      priority: lower runs first (as in vLLM); equal priorities run in order of arrival.
+      priority: lower runs first within its service class (as in vLLM); equal priorities share (see `client`).
+      service_class: interactive requests pass background ones.
+      client: whom it is for; clients that wait share the token budget fairly.
+      targets: the latencies it asks for.
       cache_salt: prefixes are shared only between requests with the same salt.
-      arrival_time: seconds, `time.monotonic()`; None is set on submission.
+      arrival_time: seconds, of the engine's clock (`time.monotonic()`); None is set on submission.
       stream: the caller wants an output after every step; otherwise one when a choice has ended.
     """
 
@@ -202,6 +225,9 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    client: str = ""
+    targets: ServiceTargets = ServiceTargets()
     cache_salt: str | None = None
     arrival_time: float | None = None
     stream: bool = True
@@ -238,6 +264,9 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    service_class: ServiceClass = ServiceClass.INTERACTIVE
+    client: str = ""
+    targets: ServiceTargets = ServiceTargets()
     cache_salt: str | None = None
     arrival_time: float = 0.0
     arrival_order: int = 0

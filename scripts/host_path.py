@@ -18,6 +18,7 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.tokenizer import Tokenizer
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -30,7 +31,9 @@ def measure(num_seqs: int, tokenizer: Tokenizer) -> dict[str, float]:
     """Medians in microseconds of planning, building, updating and detokenising a step in which all decode."""
     options = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=2048, max_model_len=4096)
     config = resolve(options, MODEL, platform="cpu")
-    scheduler = create_scheduler(config, num_seqs * config.max_blocks_per_seq)
+    scheduler = create_scheduler(
+        config, num_seqs * config.max_blocks_per_seq, StepTimeModel(lambda tokens, seqs: (tokens, seqs))
+    )
     sizes = ((num_seqs, (num_seqs,)), (2048, (num_seqs,)))  # a step of decode rows, and one that prompts fill
     buckets = ShapeBuckets(sizes, config.max_blocks_per_seq)
     builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=num_seqs)
@@ -45,7 +48,7 @@ def measure(num_seqs: int, tokenizer: Tokenizer) -> dict[str, float]:
     decoding = 0
     while decoding < STEPS:
         times = [time.perf_counter()]
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         times.append(time.perf_counter())
         batch = builder.build(plan)
         times.append(time.perf_counter())

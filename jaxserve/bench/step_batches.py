@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.step_time import StepTimeModel
 
 _STEPS = 30  # decode steps that the host's time is the median of
 _TOKEN = 7  # what every row is said to have sampled
@@ -76,7 +77,7 @@ def make_batches(
     """
     if waiting:
         config = replace(config, max_num_seqs=len(requests), max_waiting=waiting)
-    scheduler = create_scheduler(config, num_blocks)
+    scheduler = create_scheduler(config, num_blocks, StepTimeModel(lambda tokens, seqs: (tokens, seqs)))
     builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=config.max_num_seqs)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     behind = [
@@ -89,7 +90,7 @@ def make_batches(
     seconds: list[float] = []
     while True:
         started = time.perf_counter()
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         batch = builder.build(plan)
         planned = time.perf_counter() - started
         result = ModelRunnerOutput({row.request_id: [_TOKEN] for row in batch.rows if row.samples})

@@ -14,6 +14,7 @@ from jaxserve.scheduler import admission
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import ChunkedPrefillPolicy
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.waiting_queue import Key
 from jaxserve.stats import EngineStats
 
@@ -52,8 +53,15 @@ class Counters:
 class BaseScheduler:
     """Not used by itself: `schedule` and the places where waiting requests are kept belong to the subclasses."""
 
-    def __init__(self, config: ResolvedConfig, kv: KVCacheManager, policy: ChunkedPrefillPolicy) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        kv: KVCacheManager,
+        policy: ChunkedPrefillPolicy,
+        step_times: StepTimeModel,
+    ) -> None:
         self._config = config
+        self._step_times = step_times
         self._kv = kv
         self._policy = policy
         self._entries: dict[str, Entry] = {}
@@ -65,7 +73,8 @@ class BaseScheduler:
 
     # What subclasses define.
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step; `now`: seconds, of the clock of `Request.arrival_time`."""
         raise NotImplementedError
 
     def _enqueue(self, entry: Entry) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from jaxserve.config import ResolvedConfig
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.static import StaticScheduler
+from jaxserve.scheduler.step_time import StepTimeModel
 
 
-def create_scheduler(config: ResolvedConfig, num_blocks: int) -> Scheduler | StaticScheduler:
+def create_scheduler(
+    config: ResolvedConfig, num_blocks: int, step_times: StepTimeModel
+) -> Scheduler | StaticScheduler:
+    """`step_times`: what the engine learns of its steps; the scheduler only asks it."""
     if config.scheduler == "static":
-        return StaticScheduler(config, num_blocks)
-    return Scheduler(config, num_blocks)
+        return StaticScheduler(config, num_blocks, step_times)
+    return Scheduler(config, num_blocks, step_times)

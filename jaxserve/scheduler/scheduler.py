@@ -16,6 +16,7 @@ from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import ChunkedPrefillPolicy, PrefillBudget
 from jaxserve.scheduler.siblings import SiblingIndex
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -23,12 +24,18 @@ class Scheduler(BaseScheduler):
     """The order is (priority, arrival) everywhere. The first in it is never preempted, so there is always progress."""
 
     def __init__(
-        self, config: ResolvedConfig, num_blocks: int, *, policy: ChunkedPrefillPolicy | None = None
+        self,
+        config: ResolvedConfig,
+        num_blocks: int,
+        step_times: StepTimeModel,
+        *,
+        policy: ChunkedPrefillPolicy | None = None,
     ) -> None:
         super().__init__(
             config,
             KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
             policy or ChunkedPrefillPolicy(config.max_prefill_chunk),
+            step_times,
         )
         # Apart, so that finding the first short one never means walking past a thousand long ones.
         self._short_queue = WaitingQueue()
@@ -37,8 +44,12 @@ class Scheduler(BaseScheduler):
         self._preempted: list[Request] = []
         self._copies: dict[str, tuple[tuple[int, int], ...]] = {}
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then."""
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.
+
+        Args:
+          now: seconds, of the clock of `Request.arrival_time`.
+        """
         self._preempted = []
         self._copies = {}
         self._grow_running()

@@ -13,6 +13,7 @@ from jaxserve.scheduler.base import BaseScheduler, Entry
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import ChunkedPrefillPolicy
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -20,18 +21,19 @@ class StaticScheduler(BaseScheduler):
     """Same interface as `Scheduler`. A batch of N with a longest prompt of P computes N * P tokens for prompts, in
     steps of as many columns as the token budget allows, and N for each decode step of its longest output."""
 
-    def __init__(self, config: ResolvedConfig, num_blocks: int) -> None:
+    def __init__(self, config: ResolvedConfig, num_blocks: int, step_times: StepTimeModel) -> None:
         super().__init__(
             config,
             KVCacheManager(num_blocks, config.block_size, enable_prefix_caching=False),
             ChunkedPrefillPolicy(config.max_prefill_chunk),
+            step_times,
         )
         self._queue = WaitingQueue()
         self._batch_size = 0
         self._num_columns = 0  # longest prompt of the batch
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Its result must be accepted before the next plan is made."""
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Plan the next step, whatever the time. Its result must be accepted before the next plan is made."""
         if not self._running:
             self._start_batch()
         scheduled: list[ScheduledRequest] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxserve.batch.step_sizes import StepLimits, StepSizes
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.step_time import StepTimeModel
 from tests.fakes import make_config, make_request
 
 WORKLOADS = Path(__file__).parents[2] / "workloads"
@@ -25,7 +26,9 @@ def steps_of(arrivals: list[Arrival], limits: StepLimits) -> StepSizes:
         block_size=32,
         enable_prefix_caching=False,
     )
-    scheduler = create_scheduler(config, 64 * limits.max_seqs)
+    scheduler = create_scheduler(
+        config, 64 * limits.max_seqs, StepTimeModel(lambda tokens, seqs: (tokens, seqs))
+    )
     waiting = sorted(arrivals, reverse=True)
     counts: Counter[tuple[int, int]] = Counter()
     now = 0.0
@@ -36,7 +39,7 @@ def steps_of(arrivals: list[Arrival], limits: StepLimits) -> StepSizes:
             _, prompt, output = waiting.pop()
             name = f"r{len(waiting)}"
             scheduler.add(make_request(name, [1] * prompt, output, order=-len(waiting)))
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(0.0)
         result = ModelRunnerOutput()
         result.sampled_token_ids.update({row.request_id: [7] for row in plan.scheduled if row.samples})
         scheduler.update_from_output(plan, result)

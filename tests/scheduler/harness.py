@@ -8,6 +8,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.stats import EngineStats
 from tests.fakes import FakeRunner, make_config, solo_tokens
 
@@ -23,7 +24,9 @@ class Harness:
         self.config = make_config(**config)
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.num_blocks = num_blocks
-        self.scheduler = create_scheduler(self.config, num_blocks)
+        self.now = 0.0
+        self.step_times = StepTimeModel(lambda tokens, seqs: (tokens, seqs))
+        self.scheduler = create_scheduler(self.config, num_blocks, self.step_times)
         self.runner = FakeRunner(self.config.block_size, num_blocks, vocab)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -51,7 +54,7 @@ class Harness:
     def launch(self) -> SchedulerOutput:
         self.num_steps += 1
         assert self.num_steps < 20_000, "no end in sight"
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
         budget = plan.num_scheduled_tokens
         assert budget <= self.config.max_num_batched_tokens or self.config.scheduler == "static"

@@ -36,7 +36,7 @@ def test_only_computed_and_accepted_blocks_can_be_hit() -> None:
     harness = Harness(60, block_size=4, max_num_batched_tokens=8, max_num_seqs=4)
     prompt = list(range(24))
     harness.add(make_request("first", prompt))
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     assert harness.scheduler._kv.pool.num_cached == 0
     harness.scheduler.update_from_output(plan, harness.runner.run(plan))
     assert harness.scheduler._kv.pool.num_cached == 2

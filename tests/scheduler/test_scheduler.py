@@ -80,7 +80,7 @@ def test_requests_of_equal_priority_start_in_order_of_arrival_even_if_added_in_a
         harness.scheduler.add(request)
     started = []
     while harness.scheduler.has_unfinished:
-        plan = harness.scheduler.schedule()
+        plan = harness.scheduler.schedule(0.0)
         started += list(rows(plan))
         harness.scheduler.update_from_output(plan, harness.runner.run(plan))
     assert started == ["b:0", "c:0", "a:0"]
@@ -90,7 +90,7 @@ def test_scheduling_alone_moves_no_counter() -> None:
     harness = Harness(100)
     harness.add(make_request("a", 10))
     request = harness.requests["a:0"]
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     assert request.num_computed_tokens == 0
     harness.scheduler.update_from_output(plan, harness.runner.run(plan))
     assert request.num_computed_tokens == 10
@@ -247,7 +247,7 @@ def test_reasons_to_end(
     request = make_request("a", 6, 5, **params)  # type: ignore[arg-type]
     harness.add(request)
     for token in (7, 8, 42, 9, 10):
-        plan = harness.scheduler.schedule()
+        plan = harness.scheduler.schedule(0.0)
         result = ModelRunnerOutput({"a:0": [token]}, {"a:0": [TokenLogprobs(token, -1.0, 1)]})
         (update,) = harness.scheduler.update_from_output(plan, result)
         assert update.new_token_ids == [token]
@@ -262,7 +262,7 @@ def test_a_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
     harness = Harness(20)
     request = make_request("a", 6, 1, eos=[42])
     harness.add(request)
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     harness.scheduler.update_from_output(plan, ModelRunnerOutput({"a:0": [42]}))
     assert request.finish_reason is FinishReason.STOP
 
@@ -272,7 +272,7 @@ def test_tokens_after_an_end_are_dropped_with_their_logprobs() -> None:
     harness = Harness(20)
     request = make_request("a", 6, 5, eos=[42], logprobs=0)
     harness.add(request)
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     logprobs = [TokenLogprobs(token, -1.0, 1) for token in (7, 42, 9)]
     (update,) = harness.scheduler.update_from_output(
         plan, ModelRunnerOutput({"a:0": [7, 42, 9]}, {"a:0": logprobs})
@@ -333,7 +333,7 @@ def test_stop_string_and_abort_free_at_once_and_only_once() -> None:
 def test_results_of_ended_and_replaced_requests_are_ignored() -> None:
     harness = Harness(20)
     harness.add(make_request("a", 6, 9))
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     result = harness.runner.run(plan)
     harness.scheduler.abort(["a:0"])
     successor = make_request("a", 6, 9)  # same id, same tokens
@@ -345,14 +345,14 @@ def test_results_of_ended_and_replaced_requests_are_ignored() -> None:
 def test_a_result_from_before_a_preemption_is_ignored() -> None:
     harness = Harness(20, max_num_seqs=1, enable_prefix_caching=False)
     harness.add(make_request("a", 6, 9, priority=1))
-    old_plan = harness.scheduler.schedule()
+    old_plan = harness.scheduler.schedule(0.0)
     result = harness.runner.run(old_plan)
     harness.add(make_request("urgent", 3, 1, priority=0))
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     assert [r.request_id for r in plan.preempted] == ["a:0"]
     assert harness.scheduler.update_from_output(old_plan, result) == []
     harness.scheduler.update_from_output(plan, harness.runner.run(plan))
-    plan = harness.scheduler.schedule()  # a runs again, from the same counter as in the old plan
+    plan = harness.scheduler.schedule(0.0)  # a runs again, from the same counter as in the old plan
     assert rows(plan) == {"a:0": 6}
     assert harness.scheduler.update_from_output(old_plan, result) == []
     harness.scheduler.update_from_output(plan, harness.runner.run(plan))
@@ -362,14 +362,14 @@ def test_a_result_from_before_a_preemption_is_ignored() -> None:
 def test_a_result_that_does_not_belong_to_its_plan_is_an_error() -> None:
     harness = Harness(20, max_num_batched_tokens=4)
     harness.add(make_request("a", 8, 9))
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="none was due"):
         harness.scheduler.update_from_output(plan, ModelRunnerOutput({"a:0": [1]}))
     result = harness.runner.run(plan)
     harness.scheduler.update_from_output(plan, result)
     with pytest.raises(RuntimeError, match="accepted before"):
         harness.scheduler.update_from_output(plan, result)
-    plan = harness.scheduler.schedule()
+    plan = harness.scheduler.schedule(0.0)
     with pytest.raises(RuntimeError, match="at least one was due"):
         harness.scheduler.update_from_output(plan, ModelRunnerOutput())
 
