@@ -94,6 +94,33 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     growth.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
     )
+    scheduler = commands.add_parser(
+        "scheduler",
+        help="what the scheduler costs a step",
+        description="Time the scheduler alone, with a stand-in for the device, in a full house whose members end and "
+        "are replaced, with others waiting. Exit codes: 0; 2 for bad input.",
+    )
+    scheduler.add_argument(
+        "--running",
+        type=_positive,
+        nargs="+",
+        default=[1, 16, 64, 128, 256],
+        metavar="N",
+        help="[default: 1 ... 256]",
+    )
+    scheduler.add_argument(
+        "--waiting",
+        type=_not_negative,
+        nargs="+",
+        default=[0, 1000, 10_000],
+        metavar="N",
+        help="[default: 0 1000 10000]",
+    )
+    scheduler.add_argument("--steps", type=_positive, default=300, metavar="N", help="[default: 300]")
+    scheduler.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    scheduler.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
+    )
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -249,6 +276,19 @@ def _measure_growth(arguments: argparse.Namespace, progress: Progress) -> Measur
     return growth.report(result), growth.to_json(result), 0
 
 
+def _measure_scheduler(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import scheduler_cost
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    costs = scheduler_cost.measure_costs(
+        tuple(sorted(arguments.running)), tuple(sorted(arguments.waiting)), steps=arguments.steps
+    )
+    if arguments.plot is not None:
+        scheduler_cost.plot(costs, arguments.plot)
+    return scheduler_cost.report(costs), scheduler_cost.to_json(costs, steps=arguments.steps), 0
+
+
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -268,6 +308,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "deterministic": _measure_deterministic,
     "step": _measure_step,
     "growth": _measure_growth,
+    "scheduler": _measure_scheduler,
     "quality": _measure_quality,
 }
 
