@@ -301,10 +301,10 @@ class Request:
         1 for a request that decodes; more while a prompt (or a recomputed output) is being caught up; 0 when the step
         under way samples its last token.
         """
-        pending = self.num_pending_tokens
-        if pending and len(self.output_token_ids) + pending >= self.max_tokens:
+        pending, num_output = self.num_pending_tokens, len(self.output_token_ids)
+        if pending and num_output + pending >= self.max_tokens:
             return 0
-        return self.num_tokens + pending - self.num_planned_tokens
+        return len(self.prompt_token_ids) + num_output + pending - self.num_planned_tokens
 
     @property
     def is_finished(self) -> bool:

@@ -73,13 +73,13 @@ def _measure(running: int, waiting: int, steps: int) -> Cost:
     num_added = 0
     now = 0.0
 
-    def add() -> None:
+    def newcomer() -> Request:
         nonlocal num_added
-        scheduler.add(_request(num_added, now, rng))
         num_added += 1
+        return _request(num_added, now, rng)
 
     for _ in range(running + waiting):
-        add()
+        scheduler.add(newcomer())
     plans, accepts = [], []
     # Until the first have ended and been replaced, all are in step with each other.
     for step in range(_OUTPUT_TOKENS[1] + steps):
@@ -90,12 +90,14 @@ def _measure(running: int, waiting: int, steps: int) -> Cost:
         result = ModelRunnerOutput({row.request_id: [1] for row in plan.scheduled if row.samples})
         answered = time.perf_counter()
         updates = scheduler.update_from_output(plan, result)
-        for update in updates:
-            if update.request.is_finished:
-                add()
+        accepted = time.perf_counter()
+        newcomers = [newcomer() for update in updates if update.request.is_finished]
+        came = time.perf_counter()
+        for request in newcomers:
+            scheduler.add(request)
         if step >= _OUTPUT_TOKENS[1]:
             plans.append((planned - began) * 1e3)
-            accepts.append((time.perf_counter() - answered) * 1e3)
+            accepts.append((accepted - answered + time.perf_counter() - came) * 1e3)
     totals = sorted(plan + accept for plan, accept in zip(plans, accepts, strict=True))
     return Cost(
         running,

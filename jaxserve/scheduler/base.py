@@ -151,11 +151,13 @@ class BaseScheduler:
           RuntimeError: the result doesn't belong to the plan.
         """
         updates = []
+        entries, step_id, running = self._entries, plan.step_id, RequestStatus.RUNNING
         for item in plan.scheduled:
-            entry = self._entries.get(item.request_id)
-            if entry is None or entry.request is not item.request:
+            request = item.request
+            entry = entries.get(request.request_id)
+            if entry is None or entry.request is not request:
                 continue
-            if item.request.status is not RequestStatus.RUNNING or plan.step_id < entry.admitted_step:
+            if request.status is not running or step_id < entry.admitted_step:
                 continue
             update = self._accept(entry, item, result)
             if update is not None:
@@ -269,7 +271,8 @@ class BaseScheduler:
         start, pending = request.num_planned_tokens, request.num_pending_tokens
         is_new, entry.is_new = entry.is_new, False
         new_block_ids = self._kv.take_new_block_ids(request.request_id)
-        samples = start + num_tokens == request.num_tokens + pending
+        known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        samples = start + num_tokens == known + pending
         request.num_planned_tokens = start + num_tokens
         request.num_pending_tokens = pending + samples
         slot = request.slot
@@ -289,24 +292,26 @@ class BaseScheduler:
                 f"a step computed tokens of {request_id} from {item.num_computed_tokens} on, "
                 f"but {start} are computed: was this result accepted before?"
             )
-        if request_id in result.failed:
+        if result.failed and request_id in result.failed:
             self._kv.distrust(request_id)
             self._end(entry, FinishReason.ERROR)
             return RequestUpdate(request, [], error=result.failed[request_id])
         samples = item.samples
-        sampled = result.sampled_token_ids.get(request_id, [])
+        sampled = result.sampled_token_ids.get(request_id) or []
         if samples != bool(sampled) and request.max_tokens > 0:
             raise RuntimeError(
                 f"the step over tokens {start}..{start + item.num_scheduled_tokens} of {request_id} returned "
                 f"{len(sampled)} tokens{', at least one was due' if samples else ', none was due'}"
             )
-        request.num_computed_tokens = start + item.num_scheduled_tokens
+        computed = request.num_computed_tokens = start + item.num_scheduled_tokens
         request.num_pending_tokens -= samples
-        self._kv.commit(request)
-        if start < len(request.prompt_token_ids) <= request.num_computed_tokens:
+        block_size = self._config.block_size
+        if computed // block_size > start // block_size:  # a block has become full
+            self._kv.commit(request)
+        if start < len(request.prompt_token_ids) <= computed:
             self._on_prompt_computed(entry)
         prompt_logprobs = None
-        if request_id in result.prompt_logprobs:
+        if result.prompt_logprobs and request_id in result.prompt_logprobs:
             prompt_logprobs = self._new_prompt_logprobs(entry, start, result.prompt_logprobs[request_id])
         if request.max_tokens == 0:
             accepted: list[int] = []
@@ -315,24 +320,25 @@ class BaseScheduler:
         else:
             accepted = self._append(entry, sampled)
         self._counters.generation_tokens += len(accepted)
-        if not accepted and not prompt_logprobs and not request.is_finished:
+        if not accepted and not prompt_logprobs and request.status is RequestStatus.RUNNING:
             return None
         logprobs = None
-        if request_id in result.logprobs:
+        if result.logprobs and request_id in result.logprobs:
             logprobs = result.logprobs[request_id][: len(accepted)]
         return RequestUpdate(request, accepted, logprobs, prompt_logprobs)
 
     def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
         """Add tokens to the output until one ends it. Returns those added."""
         request = entry.request
+        output, stops, most = request.output_token_ids, request.stop_token_ids, request.max_tokens
         for count, token in enumerate(sampled, start=1):
-            request.output_token_ids.append(token)
-            num_output = len(request.output_token_ids)
-            if token in request.stop_token_ids and num_output >= request.params.min_tokens:
+            output.append(token)
+            num_output = len(output)
+            if token in stops and num_output >= request.params.min_tokens:
                 named = token in request.params.stop_token_ids
                 self._end(entry, FinishReason.STOP, token if named else None)
                 return sampled[:count]
-            if num_output >= request.max_tokens:
+            if num_output >= most:
                 self._end(entry, FinishReason.LENGTH)
                 return sampled[:count]
         return sampled
