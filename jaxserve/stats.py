@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxserve.request import ServiceClass
+
 
 @dataclass(slots=True)
 class BucketStats:
@@ -22,18 +24,33 @@ class ReadyShapes:
     total: int = 0
 
 
+def _zero_by_class() -> dict[str, int]:
+    return {service_class.value: 0 for service_class in ServiceClass}
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
 
     Attributes:
       num_running, num_waiting: sequences (gauges).
+      running_by_class, waiting_by_class: the same by service class; promoted ones count as what they came as (gauges).
+      waiting_tokens: tokens that the waiting ones have to compute (gauge).
       num_blocks, num_free_blocks: the pool; free includes blocks kept for the prefix cache (gauges).
       steps: forward passes run.
       useful_tokens: tokens computed for a request; padded_tokens: all tokens computed, bucket padding included.
       prompt_tokens, cached_prompt_tokens: of admitted prompts; how many of them the prefix cache saved.
       generation_tokens: sampled and accepted.
       preemptions, evictions: sequences that lost their blocks; cached blocks given to somebody else.
+      preemptions_by_class: the preempted by their service class.
+      class_preemptions: how many of them made room for a request of a higher class or priority.
+      promotions: background requests that had waited for `background_max_wait` and passed interactive ones.
+      stall_cuts: steps that computed less of prompts than they could have, so that running streams keep their
+        inter-token latency.
+      refusals: requests refused because of load, by `OverloadedError.reason`.
+      ttft_predictions: requests whose predicted time to first token has been compared with the actual one.
+      ttft_predicted_seconds, ttft_actual_seconds, ttft_error_seconds: sums over these, the last one of absolute errors.
+      ttft_correction: what predictions are multiplied by, learned from the actual ones (gauge).
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
@@ -46,6 +63,9 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    running_by_class: dict[str, int] = field(default_factory=_zero_by_class)
+    waiting_by_class: dict[str, int] = field(default_factory=_zero_by_class)
+    waiting_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     steps: int = 0
@@ -55,6 +75,16 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    preemptions_by_class: dict[str, int] = field(default_factory=_zero_by_class)
+    class_preemptions: int = 0
+    promotions: int = 0
+    stall_cuts: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    ttft_predictions: int = 0
+    ttft_predicted_seconds: float = 0.0
+    ttft_actual_seconds: float = 0.0
+    ttft_error_seconds: float = 0.0
+    ttft_correction: float = 1.0
     evictions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

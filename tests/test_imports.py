@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "request": {"errors"},
     "outputs": {"request"},
-    "stats": set(),
+    "stats": {"request"},
     "host_gap": set(),
     "progress": set(),
     "model_store": set(),
