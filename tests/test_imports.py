@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "model_store": set(),
     "file_lock": set(),
+    "workload": PLAIN_DATA,
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
     "scheduler": PLAIN_DATA,
     "batch": PLAIN_DATA | {"scheduler"},
@@ -44,11 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_factory": ENGINE | {"engine", "engine_setup"},
     "compile_programs": ENGINE | {"engine_setup"},
     "llm": ENGINE | {"engine", "engine_factory"},
-    "bench": ENGINE | {"engine", "engine_factory"},
+    "bench": ENGINE | {"engine", "engine_factory", "workload"},
     "server": ENGINE | {"engine", "engine_factory"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
     "cli": ENGINE
-    | {"engine", "engine_factory", "llm", "server", "batch_runner", "compile_programs", "__init__"},
+    | {
+        "engine",
+        "engine_factory",
+        "llm",
+        "server",
+        "batch_runner",
+        "compile_programs",
+        "workload",
+        "__init__",
+    },
     "__main__": {"cli"},
     "__init__": {"config", "request", "llm"},
 }
@@ -118,6 +128,7 @@ HEAVY = ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "aiohttp")
         pytest.param(modules_of(*sorted(PLAIN_DATA)), HEAVY, id="plain data"),
         pytest.param(modules_of("scheduler"), (*HEAVY, "numpy"), id="scheduler"),
         pytest.param(modules_of("batch"), HEAVY, id="batch"),
+        pytest.param(modules_of("workload"), (*HEAVY, "numpy"), id="workload"),
         pytest.param(modules_of("cli"), HEAVY, id="command line"),
     ],
 )

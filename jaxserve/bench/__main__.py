@@ -11,10 +11,10 @@ from typing import Any
 
 from jaxserve.bench.peers.command import add_command, run_command
 from jaxserve.bench.picture import require_matplotlib
-from jaxserve.bench.workload import read_workload
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.progress import BarProgress, Progress
+from jaxserve.workload.reader import read_workload
 
 EXIT_DISAGREE = 1
 EXIT_BAD_INPUT = 2

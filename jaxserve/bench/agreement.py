@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jaxserve.bench.workload import Workload
 from jaxserve.engine import EngineCore
 from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.workload.traced_request import Workload
 
 # Two best tokens closer than this (natural logarithm) may come out in either order. float32: what this project's
 # exactness tests allow. bfloat16: twice the distance of neighbouring values at logits of 16 to 32.
@@ -46,7 +46,7 @@ def find_differences(
     for index, (one, other) in enumerate(zip(left, right, strict=True)):
         if one != other:
             position = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
-            context = (*workload.items[index].prompt_token_ids, *one[:position])
+            context = (*workload.requests[index].prompt_token_ids, *one[:position])
             differences.append(Difference(index, position, _margin(engine, context)))
     return differences
 

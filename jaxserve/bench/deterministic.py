@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.measure import Run, run_workload
 from jaxserve.bench.static import ample_blocks, median, require_steady, warm_up_of
-from jaxserve.bench.workload import Workload
 from jaxserve.config import EngineConfig, ResolvedConfig, replace
 from jaxserve.engine_factory import create_engine
 from jaxserve.progress import Progress
+from jaxserve.workload.traced_request import Workload
 
 DEFAULT, DETERMINISTIC = "default", "deterministic"
 
@@ -57,7 +57,7 @@ def measure_cost(
     common = replace(
         options,
         enable_prefix_caching=False,
-        max_waiting=max(options.max_waiting, len(workload.items)),
+        max_waiting=max(options.max_waiting, len(workload.requests)),
         num_blocks=options.num_blocks or ample_blocks(workload, options),
     )
     runs: dict[str, list[Run]] = {DEFAULT: [], DETERMINISTIC: []}
@@ -92,9 +92,10 @@ def report(cost: Cost) -> str:
     config, workload = cost.config, cost.workload
     lines = [
         "",
-        f"{cost.model}, {config.dtype}; workload {workload.name}: {len(workload.items)} requests, all at once, greedy; "
+        f"{cost.model}, {config.dtype}; workload {workload.name}: {len(workload.requests)} requests, "
+        "all at once, greedy; "
         f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}",
-        f"outputs: {cost.equal} of {len(workload.items)} requests have the same tokens in both modes",
+        f"outputs: {cost.equal} of {len(workload.requests)} requests have the same tokens in both modes",
         f"median output tokens/s of {len(cost.default)} passes:",
     ]
     for name, runs in ((DEFAULT, cost.default), (DETERMINISTIC, cost.deterministic)):
@@ -112,7 +113,7 @@ def to_json(cost: Cost) -> dict[str, object]:
         "benchmark": "deterministic",
         **describe_environment(),
         "model": cost.model,
-        "workload": {"name": cost.workload.name, "requests": len(cost.workload.items)},
+        "workload": {"name": cost.workload.name, "requests": len(cost.workload.requests)},
         "config": asdict(cost.config),
         "seconds": {
             DEFAULT: [round(run.seconds, 3) for run in cost.default],

@@ -18,13 +18,13 @@ from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.machine_rates import MachineRates, measure_rates
 from jaxserve.bench.step_batches import HostSteps, blocks_for, make_batches, requests_of
 from jaxserve.bench.step_programs import load_step_programs, time_in_turn
-from jaxserve.bench.workload import Item
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig, resolve
 from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.request import Request
+from jaxserve.workload.traced_request import TracedRequest
 
 SEQUENCES, CONTEXT, QUEUE = "running sequences", "context, tokens", "waiting requests"
 
@@ -155,7 +155,7 @@ def measure_growth(
 
 def _requests(load: Load, config: ResolvedConfig, vocab_size: int) -> list[Request]:
     prompts = (tuple((7 * i + k) % vocab_size for k in range(load.context)) for i in range(load.sequences))
-    return requests_of(tuple(Item(prompt, 1) for prompt in prompts), config)
+    return requests_of(tuple(TracedRequest(prompt, 1) for prompt in prompts), config)
 
 
 def _floor(model: ModelConfig, config: ResolvedConfig, host: HostSteps, rates: MachineRates) -> float:

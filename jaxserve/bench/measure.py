@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.bench.workload import Workload
 from jaxserve.engine import EngineCore
 from jaxserve.errors import JaxserveError
+from jaxserve.workload.traced_request import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,14 @@ def run_workload(
         stats.preemptions,
         stats.serving_compilations,
     )
-    index_of = {f"bench-{index}": index for index in range(len(workload.items))}
-    tokens: list[list[int]] = [[] for _ in workload.items]
+    index_of = {f"bench-{index}": index for index in range(len(workload.requests))}
+    tokens: list[list[int]] = [[] for _ in workload.requests]
     first: list[float] = [0.0] * len(tokens)
     finished: list[float] = [0.0] * len(tokens)
     slot_steps = 0
     started = clock()
     for request_id, index in index_of.items():
-        engine.submit(workload.items[index].request(request_id))
+        engine.submit(workload.requests[index].request(request_id))
     while engine.has_work():
         outputs = engine.step()
         now = clock() - started
@@ -113,10 +113,10 @@ def run_workload(
             if output.finish_reason is not None:
                 slot_steps += 1  # ... and those that ended in this step
                 finished[index] = now
-                if len(tokens[index]) != workload.items[index].max_tokens:
+                if len(tokens[index]) != workload.requests[index].max_tokens:
                     raise JaxserveError(
                         f"request {index} ended after {len(tokens[index])} of "
-                        f"{workload.items[index].max_tokens} tokens: {output.error or output.finish_reason.value}"
+                        f"{workload.requests[index].max_tokens} tokens: {output.error or output.finish_reason.value}"
                     )
     seconds = clock() - started
     after = (

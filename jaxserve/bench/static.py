@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from jaxserve.bench.agreement import NEAR_TIE, Difference, find_differences
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.measure import Run, run_workload
-from jaxserve.bench.workload import Item, Workload
 from jaxserve.config import EngineConfig, ResolvedConfig, replace
 from jaxserve.engine_factory import create_engine
 from jaxserve.errors import JaxserveError
 from jaxserve.progress import Progress
+from jaxserve.workload.traced_request import TracedRequest, Workload
 
 CONTINUOUS, STATIC = "continuous", "static"
 
@@ -76,7 +76,7 @@ def compare(
         options,
         scheduler=CONTINUOUS,
         enable_prefix_caching=False,
-        max_waiting=max(options.max_waiting, len(workload.items)),
+        max_waiting=max(options.max_waiting, len(workload.requests)),
         num_blocks=options.num_blocks or ample_blocks(workload, options),
     )
     runs: dict[str, list[Run]] = {CONTINUOUS: [], STATIC: []}
@@ -121,7 +121,7 @@ def ample_blocks(workload: Workload, options: EngineConfig) -> int:
     Two engines have to fit in memory, so neither can take the share that an engine takes by itself.
     """
     size = options.block_size
-    needed = sorted(-(-(len(item.prompt_token_ids) + item.max_tokens) // size) for item in workload.items)
+    needed = sorted(-(-(len(item.prompt_token_ids) + item.max_tokens) // size) for item in workload.requests)
     return sum(needed if options.max_num_seqs is None else needed[-options.max_num_seqs :])
 
 
@@ -142,7 +142,9 @@ def _throughput(run: Run) -> float:
 
 def warm_up_of(workload: Workload) -> Workload:
     """A few short requests: programs that were just loaded pay for their first execution here."""
-    items = tuple(Item(item.prompt_token_ids[:32], min(item.max_tokens, 4)) for item in workload.items[:4])
+    items = tuple(
+        TracedRequest(item.prompt_token_ids[:32], min(item.max_tokens, 4)) for item in workload.requests[:4]
+    )
     return Workload("warm-up", items)
 
 
@@ -185,7 +187,7 @@ def report(result: Comparison) -> str:
     config = result.continuous_config
     lines = [
         "",
-        f"{result.model}, {config.dtype}; workload {result.workload.name}: {len(result.workload.items)} requests, "
+        f"{result.model}, {config.dtype}; workload {result.workload.name}: {len(result.workload.requests)} requests, "
         f"all at once, {result.workload.num_prompt_tokens} prompt and {result.workload.num_output_tokens} output "
         "tokens, greedy, EOS ignored",
         f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, "
@@ -201,7 +203,7 @@ def report(result: Comparison) -> str:
 
 
 def _agreement(result: Comparison) -> str:
-    total = len(result.workload.items)
+    total = len(result.workload.requests)
     if not result.differences:
         return f"outputs: equal in all {total} requests"
     real = result.real_differences
@@ -239,7 +241,7 @@ def to_json(result: Comparison) -> dict[str, object]:
         "model": result.model,
         "workload": {
             "name": result.workload.name,
-            "requests": len(result.workload.items),
+            "requests": len(result.workload.requests),
             "prompt_tokens": result.workload.num_prompt_tokens,
             "output_tokens": result.workload.num_output_tokens,
         },

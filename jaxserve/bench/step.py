@@ -26,12 +26,12 @@ from jaxserve.bench.step_programs import (
     load_step_programs,
     time_in_turn,
 )
-from jaxserve.bench.workload import Workload
 from jaxserve.checkpoint import open_checkpoint, resolve_model
 from jaxserve.config import EngineConfig, ResolvedConfig, resolve
 from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import NullProgress, Progress
+from jaxserve.workload.traced_request import Workload
 
 DECODE, PROMPTS = "decode", "prompts"
 PARTS = ("begin", "attention", "layers", "end")
@@ -95,10 +95,10 @@ def measure_steps(
     progress = progress or NullProgress()
     checkpoint = open_checkpoint(resolve_model(model, store=default_store(), progress=progress))
     config = resolve(options, checkpoint.config, platform=jax.default_backend())
-    most = min(len(workload.items), config.max_num_seqs)
+    most = min(len(workload.requests), config.max_num_seqs)
     if max(rows) > most:
         raise ConfigError(f"{max(rows)} rows need as many requests and slots, but there are {most}")
-    items = [workload.items[:count] for count in sorted(rows)]
+    items = [workload.requests[:count] for count in sorted(rows)]
     num_blocks = options.num_blocks or blocks_for(requests_of(items[-1], config), config)
     buckets = default_buckets(config)
     made = [make_batches(requests_of(some, config), config, buckets, num_blocks) for some in items]
@@ -167,7 +167,7 @@ def to_json(result: Breakdown) -> dict[str, object]:
         "benchmark": "step",
         **describe_environment(),
         "model": result.model,
-        "workload": {"name": result.workload.name, "requests": len(result.workload.items)},
+        "workload": {"name": result.workload.name, "requests": len(result.workload.requests)},
         "config": asdict(result.config),
         "attention": result.attention,
         "repeats": result.repeats,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import BatchBuilder, HostBatch
-from jaxserve.bench.workload import Item
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.workload.traced_request import TracedRequest
 
 _STEPS = 30  # decode steps that the host's time is the median of
 _TOKEN = 7  # what every row is said to have sampled
@@ -35,7 +35,7 @@ class HostSteps:
     host_seconds: float
 
 
-def requests_of(items: tuple[Item, ...], config: ResolvedConfig) -> list[Request]:
+def requests_of(items: tuple[TracedRequest, ...], config: ResolvedConfig) -> list[Request]:
     """`items` half done: half of each output counts as prompt, and is followed by as much as measuring takes.
 
     Raises:

@@ -21,6 +21,7 @@ from jaxserve.cli.convert import convert
 from jaxserve.cli.plan_buckets import plan_buckets
 from jaxserve.cli.pull import pull
 from jaxserve.cli.serve import serve
+from jaxserve.cli.trace import trace
 from jaxserve.errors import JaxserveError
 
 EXIT_BAD_INPUT = 2
@@ -74,7 +75,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    for command in (serve, chat, batch, pull, convert, plan_buckets):
+    for command in (serve, chat, batch, pull, convert, plan_buckets, trace):
         app.command()(command)
     app.command("compile")(compile_command)
     return app

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from jaxserve.bench.deterministic import measure_cost, report, to_json
-from jaxserve.bench.workload import Item, Workload
 from jaxserve.config import EngineConfig
+from jaxserve.workload.traced_request import TracedRequest, Workload
 
-WORKLOAD = Workload("tiny", tuple(Item(tuple(range(10, 10 + prompt)), 5) for prompt in (3, 21, 9)))
+WORKLOAD = Workload("tiny", tuple(TracedRequest(tuple(range(10, 10 + prompt)), 5) for prompt in (3, 21, 9)))
 
 
 def test_both_modes_run_the_same_workload(tiny_checkpoint_dir: Path) -> None:

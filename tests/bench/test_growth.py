@@ -13,9 +13,9 @@ from jaxserve.bench.costs import decode_step
 from jaxserve.bench.growth import CONTEXT, QUEUE, SEQUENCES
 from jaxserve.bench.machine_rates import MachineRates
 from jaxserve.bench.step_batches import make_batches, requests_of
-from jaxserve.bench.workload import Item
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, resolve
+from jaxserve.workload.traced_request import TracedRequest
 from tests.device.driver import MODEL
 
 
@@ -47,7 +47,7 @@ def test_weights_are_counted_as_they_are_loaded(tiny_checkpoint_dir: Path, quant
 def test_a_queue_waits_behind_the_running_and_changes_nothing_else() -> None:
     options = EngineConfig(max_num_seqs=4, max_num_batched_tokens=16, block_size=8)
     config = resolve(options, MODEL, platform="cpu")
-    items = tuple(Item(tuple(range(start, start + 9)), 1) for start in (10, 30, 50))
+    items = tuple(TracedRequest(tuple(range(start, start + 9)), 1) for start in (10, 30, 50))
     alone, queued = (
         make_batches(requests_of(items, config), config, default_buckets(config), 64, waiting=waiting).decode
         for waiting in (0, 50)

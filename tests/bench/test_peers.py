@@ -18,11 +18,11 @@ from jaxserve.bench.peers.answer import Fault
 from jaxserve.bench.peers.compare import Load, Pass, compare, measure
 from jaxserve.bench.peers.peer import Peer, choose_peers, parse_peer
 from jaxserve.bench.peers.report import fault_lines, markdown, report, to_json
-from jaxserve.bench.workload import Item, Workload
 from jaxserve.errors import ConfigError
+from jaxserve.workload.traced_request import TracedRequest, Workload
 
 ODD_PEER = Path(__file__).with_name("odd_peer.py")
-WORKLOAD = Workload("tiny", tuple(Item(tuple(range(10, 10 + size)), 12) for size in (3, 20, 7)))
+WORKLOAD = Workload("tiny", tuple(TracedRequest(tuple(range(10, 10 + size)), 12) for size in (3, 20, 7)))
 LOAD = Load(idle_timeout_s=5.0, ready_timeout_s=30.0)
 
 
@@ -161,7 +161,10 @@ def test_our_own_server_in_two_configurations(tiny_checkpoint_dir: Path, tmp_pat
     workload = tmp_path / "three.json"
     workload.write_text(
         json.dumps(
-            [{"prompt_token_ids": list(item.prompt_token_ids), "max_tokens": 12} for item in WORKLOAD.items]
+            [
+                {"prompt_token_ids": list(item.prompt_token_ids), "max_tokens": 12}
+                for item in WORKLOAD.requests
+            ]
         )
     )
     files = {name: tmp_path / name for name in ("r.json", "r.md", "r.png")}

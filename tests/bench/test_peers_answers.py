@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jaxserve.bench.peers.answer import Answer, Fault, read_answer
 from jaxserve.bench.peers.client import Exchange, arrival_times
 from jaxserve.bench.peers.figures import figures_of, merge, overlaps
-from jaxserve.bench.workload import Item
+from jaxserve.workload.traced_request import TracedRequest
 
-ITEM = Item((1, 2, 3), 4)
+ITEM = TracedRequest((1, 2, 3), 4)
 
 
 def stream(*events: Any) -> bytes:

@@ -11,15 +11,18 @@ import pytest
 from jaxserve.bench.agreement import Difference, find_differences
 from jaxserve.bench.measure import run_workload
 from jaxserve.bench.static import Comparison, ample_blocks, compare, report, static_options, to_json
-from jaxserve.bench.workload import Item, Workload
 from jaxserve.config import EngineConfig, replace
 from jaxserve.engine_factory import create_engine
+from jaxserve.workload.traced_request import TracedRequest, Workload
 
 OPTIONS = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=128)
 # The long one comes with the short ones: static batching pads them to it.
 WORKLOAD = Workload(
     "tiny",
-    tuple(Item(tuple(range(10, 10 + prompt)), out) for prompt, out in ((3, 2), (40, 9), (5, 1), (2, 12))),
+    tuple(
+        TracedRequest(tuple(range(10, 10 + prompt)), out)
+        for prompt, out in ((3, 2), (40, 9), (5, 1), (2, 12))
+    ),
 )
 
 
@@ -32,12 +35,12 @@ def test_both_engines_give_the_same_tokens(comparison: Comparison) -> None:
     assert len(comparison.continuous) == len(comparison.static) == 2
     assert comparison.real_differences == ()
     for run in (*comparison.continuous, *comparison.static):
-        assert [len(tokens) for tokens in run.token_ids] == [item.max_tokens for item in WORKLOAD.items]
+        assert [len(tokens) for tokens in run.token_ids] == [item.max_tokens for item in WORKLOAD.requests]
 
 
 def test_what_is_counted_adds_up(comparison: Comparison) -> None:
     # The last token of an output is sampled but never computed.
-    useful = sum(len(item.prompt_token_ids) + item.max_tokens - 1 for item in WORKLOAD.items)
+    useful = sum(len(item.prompt_token_ids) + item.max_tokens - 1 for item in WORKLOAD.requests)
     for run in (*comparison.continuous, *comparison.static):
         assert run.useful_tokens == useful <= run.padded_tokens
         assert 0 < run.slot_utilisation <= 1
@@ -97,7 +100,7 @@ def test_a_request_that_does_not_fit_is_refused(tiny_checkpoint_dir: Path) -> No
     engine = create_engine(str(tiny_checkpoint_dir), replace(OPTIONS, num_blocks=3))
     try:
         with pytest.raises(ValueError, match="holds 96 tokens"):
-            run_workload(engine, Workload("long", (Item((1,) * 127, 2),)))
+            run_workload(engine, Workload("long", (TracedRequest((1,) * 127, 2),)))
     finally:
         engine.close()
 

@@ -11,12 +11,12 @@ from jaxserve.batch.buckets import default_buckets
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.step import PARTS
 from jaxserve.bench.step_batches import make_batches, requests_of
-from jaxserve.bench.workload import Item
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.errors import ConfigError
+from jaxserve.workload.traced_request import TracedRequest
 from tests.device.driver import MODEL
 
-ITEMS = tuple(Item(tuple(range(10, 10 + prompt)), 20) for prompt in (3, 21, 9))
+ITEMS = tuple(TracedRequest(tuple(range(10, 10 + prompt)), 20) for prompt in (3, 21, 9))
 
 
 def test_batches_are_those_of_the_real_scheduler() -> None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from jaxserve.bench.peers.client import Exchange
-from jaxserve.bench.workload import Item
+from jaxserve.workload.traced_request import TracedRequest
 
 
 class Fault(StrEnum):
@@ -46,7 +46,7 @@ class Answer:
     detail: str = ""
 
 
-def read_answer(item: Item, exchange: Exchange) -> Answer:
+def read_answer(item: TracedRequest, exchange: Exchange) -> Answer:
     """Decode what came for `item`; never raises for what a peer did."""
     chunks: list[float] = []
     pieces: list[str] = []
@@ -85,7 +85,7 @@ def read_answer(item: Item, exchange: Exchange) -> Answer:
 
 
 def _judge(
-    item: Item, exchange: Exchange, usage: dict[str, Any] | None, done: bool
+    item: TracedRequest, exchange: Exchange, usage: dict[str, Any] | None, done: bool
 ) -> tuple[Fault, str] | None:
     if exchange.timed_out:
         return Fault.TIMEOUT, exchange.broken or ""

@@ -6,15 +6,17 @@ Nothing is decoded while a pass runs: client and server share the machine's core
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
 
-from jaxserve.bench.workload import Item
+from jaxserve.workload.arrivals import Arrivals
+from jaxserve.workload.traced_request import TracedRequest
 
 _CONNECT_TIMEOUT_S = 30.0
 
@@ -43,11 +45,11 @@ def arrival_times(count: int, *, rate: float | None, seed: int) -> tuple[float, 
     """When each request is sent, in seconds: all at 0, or a Poisson process of `rate` a second from 0 on."""
     if rate is None:
         return (0.0,) * count
-    gaps = np.random.default_rng(seed).exponential(1.0 / rate, count - 1)
-    return (0.0, *np.cumsum(gaps).tolist())
+    times = tuple(itertools.islice(Arrivals(rate).times(random.Random(seed)), count))
+    return tuple(time - times[0] for time in times)
 
 
-def completion_body(model: str, item: Item) -> dict[str, Any]:
+def completion_body(model: str, item: TracedRequest) -> dict[str, Any]:
     """Greedy, of exactly `max_tokens` tokens, streamed, with the counts at the end."""
     return {
         "model": model,
@@ -61,7 +63,7 @@ def completion_body(model: str, item: Item) -> dict[str, Any]:
 
 
 def replay(
-    url: str, model: str, items: Sequence[Item], arrivals: Sequence[float], *, idle_timeout_s: float
+    url: str, model: str, items: Sequence[TracedRequest], arrivals: Sequence[float], *, idle_timeout_s: float
 ) -> tuple[Exchange, ...]:
     """Send `items[i]` at `arrivals[i]`, whatever became of the others (an open loop); wait for all answers.
 
@@ -72,7 +74,7 @@ def replay(
 
 
 async def _replay(
-    url: str, model: str, items: Sequence[Item], arrivals: Sequence[float], idle_timeout_s: float
+    url: str, model: str, items: Sequence[TracedRequest], arrivals: Sequence[float], idle_timeout_s: float
 ) -> tuple[Exchange, ...]:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=min(_CONNECT_TIMEOUT_S, idle_timeout_s), sock_read=idle_timeout_s

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxserve.bench.peers.compare import Load, compare
 from jaxserve.bench.peers.peer import choose_peers
-from jaxserve.bench.workload import read_workload
 from jaxserve.errors import ConfigError
+from jaxserve.workload.reader import read_workload
 
 EXIT_FAULTS = 1
 _DESCRIPTION = (

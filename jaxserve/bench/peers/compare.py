@@ -13,7 +13,7 @@ from jaxserve.bench.peers.figures import Figures, figures_of
 from jaxserve.bench.peers.peer import Peer
 from jaxserve.bench.peers.process import running
 from jaxserve.bench.peers.ready import Identity, NotReadyError, wait_until_ready
-from jaxserve.bench.workload import Item, Workload
+from jaxserve.workload.traced_request import TracedRequest, Workload
 
 _READY_TIMEOUT_OF_A_URL_S = 10.0
 _DYING_S = 1.0
@@ -129,7 +129,7 @@ def compare(
 
 def measure(peer: Peer, workload: Workload, load: Load) -> Pass:
     """Start the peer if need be, warm it up, run the workload, and end what was started."""
-    arrivals = arrival_times(len(workload.items), rate=load.rate, seed=load.seed)
+    arrivals = arrival_times(len(workload.requests), rate=load.rate, seed=load.seed)
     started = time.perf_counter()
     with running(peer) as server:
         try:
@@ -143,9 +143,9 @@ def measure(peer: Peer, workload: Workload, load: Load) -> Pass:
         warm_up = warm_up_items(workload)
         replay(server.url, identity.model, warm_up, (0.0,) * len(warm_up), idle_timeout_s=load.idle_timeout_s)
         exchanges = replay(
-            server.url, identity.model, workload.items, arrivals, idle_timeout_s=load.idle_timeout_s
+            server.url, identity.model, workload.requests, arrivals, idle_timeout_s=load.idle_timeout_s
         )
-        answers = tuple(map(read_answer, workload.items, exchanges))
+        answers = tuple(map(read_answer, workload.requests, exchanges))
         # Connections close before a dying process has ended.
         all_whole = all(answer.fault is None for answer in answers)
         code = server.exit_code(grace_s=0.0 if all_whole else _DYING_S)
@@ -155,9 +155,12 @@ def measure(peer: Peer, workload: Workload, load: Load) -> Pass:
     return Pass(ready, identity, answers, failure)
 
 
-def warm_up_items(workload: Workload) -> tuple[Item, ...]:
+def warm_up_items(workload: Workload) -> tuple[TracedRequest, ...]:
     """A few short requests, of prompts read backwards: a prefix cache must not know the measured ones."""
-    return tuple(Item(item.prompt_token_ids[:-33:-1], min(item.max_tokens, 8)) for item in workload.items[:4])
+    return tuple(
+        TracedRequest(item.prompt_token_ids[:-33:-1], min(item.max_tokens, 8))
+        for item in workload.requests[:4]
+    )
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:

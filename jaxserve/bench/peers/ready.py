@@ -12,8 +12,8 @@ import aiohttp
 
 from jaxserve.bench.peers.client import completion_body
 from jaxserve.bench.peers.process import Running
-from jaxserve.bench.workload import Item
 from jaxserve.errors import JaxserveError
+from jaxserve.workload.traced_request import TracedRequest
 
 _POLL_S = 0.05
 _STILL_LOADING = (404, 429, 503)  # so some servers answer while they load
@@ -79,7 +79,7 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> Identity:
         model = listed["data"][0]["id"]
     except (KeyError, IndexError, TypeError):
         raise NotReadyError(f"{url}/v1/models names no model") from None
-    body = {**completion_body(model, Item((1, 2, 3), 1)), "stream": False}
+    body = {**completion_body(model, TracedRequest((1, 2, 3), 1)), "stream": False}
     del body["stream_options"]
     answer = await _json(session, "POST", f"{url}/v1/completions", body)
     return Identity(str(model), await _version(session, url) or str(answer.get("system_fingerprint") or ""))

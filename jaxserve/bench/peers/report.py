@@ -104,7 +104,7 @@ def markdown(comparison: Comparison) -> str:
 def heading(comparison: Comparison) -> str:
     workload = comparison.workload
     return (
-        f"workload {workload.name}: {len(workload.items)} requests, {comparison.load.describe()}, "
+        f"workload {workload.name}: {len(workload.requests)} requests, {comparison.load.describe()}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens, greedy, EOS ignored"
     )
 
@@ -140,7 +140,7 @@ def to_json(comparison: Comparison) -> dict[str, object]:
         **describe_host(),
         "workload": {
             "name": workload.name,
-            "requests": len(workload.items),
+            "requests": len(workload.requests),
             "prompt_tokens": workload.num_prompt_tokens,
             "output_tokens": workload.num_output_tokens,
         },

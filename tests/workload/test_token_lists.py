@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxserve.bench.__main__ import main
-from jaxserve.bench.workload import read_workload
 from jaxserve.errors import ConfigError
+from jaxserve.workload.reader import read_workload
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "workloads"
 GOOD = {"prompt_token_ids": [5, 6, 7], "max_tokens": 2}
@@ -20,15 +20,15 @@ def test_reads_requests_in_order(tmp_path: Path) -> None:
     path.write_text(json.dumps([GOOD, {"prompt_token_ids": [8], "max_tokens": 9}]))
     workload = read_workload(path)
     assert workload.name == "two"
-    assert [item.prompt_token_ids for item in workload.items] == [(5, 6, 7), (8,)]
+    assert [item.prompt_token_ids for item in workload.requests] == [(5, 6, 7), (8,)]
     assert (workload.num_prompt_tokens, workload.num_output_tokens) == (4, 11)
-    assert len(read_workload(path, limit=1).items) == 1
+    assert len(read_workload(path, limit=1).requests) == 1
 
 
 def test_requests_are_greedy_and_end_by_their_length_alone(tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps([GOOD]))
-    params = read_workload(path).items[0].request("r").params
+    params = read_workload(path).requests[0].request("r").params
     assert (params.is_greedy, params.ignore_eos, params.max_tokens) == (True, True, 2)
 
 
@@ -78,7 +78,7 @@ def test_the_workloads_of_the_repository_are_what_their_readme_says(
     name: str, sizes: tuple[int, int, int]
 ) -> None:
     workload = read_workload(WORKLOADS / f"{name}.json")
-    assert (len(workload.items), workload.num_prompt_tokens, workload.num_output_tokens) == sizes
+    assert (len(workload.requests), workload.num_prompt_tokens, workload.num_output_tokens) == sizes
     row = next(
         line for line in (WORKLOADS / "README.md").read_text().splitlines() if f"`{name}.json`" in line
     )
