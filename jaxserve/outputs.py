@@ -23,6 +23,16 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class BlockTransfers:
+    """KV blocks moved between the device and host memory, and the seconds that the engine's thread spent on it."""
+
+    out_bytes: int = 0
+    out_seconds: float = 0.0
+    in_bytes: int = 0
+    in_seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class ModelRunnerOutput:
     """What a step computed, by `Request.request_id`.
@@ -34,12 +44,15 @@ class ModelRunnerOutput:
       prompt_logprobs: for requests that asked: entries for the prompt positions that this step could score, in
         order. The entry of prompt position p (p >= 1) comes from the step that computed position p - 1.
       failed: request id -> reason, for rows whose logits were not finite.
+      transfers: what was moved since the result before, as measured. The scheduler learns its transfer rates from this
+        alone, so its decisions are a function of plans' results, step times and arrivals, all of which can be recorded.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    transfers: BlockTransfers = BlockTransfers()
 
 
 # These two are not frozen: there is one per running sequence and step, and freezing makes construction several times

@@ -29,6 +29,35 @@ def _zero_by_class() -> dict[str, int]:
 
 
 @dataclass(slots=True)
+class SwapStats:
+    """What host memory does for the KV cache.
+
+    Attributes:
+      blocks, used_blocks: that there is room for; that hold something (gauges).
+      pinned_blocks: kept, or room kept for them, for preempted sequences (gauge).
+      block_bytes: of one block.
+      out_blocks, in_blocks: copied to host memory, and back.
+      evictions: contents that went from there for others.
+      preemptions: preempted sequences whose blocks it keeps; the others compute theirs again.
+      requests_in: admissions that brought blocks in; hits: tokens of prompts that were found there.
+      out_bytes_per_second, in_bytes_per_second: as measured so far (gauges).
+    """
+
+    blocks: int = 0
+    used_blocks: int = 0
+    pinned_blocks: int = 0
+    block_bytes: int = 0
+    out_blocks: int = 0
+    in_blocks: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    requests_in: int = 0
+    hits: int = 0
+    out_bytes_per_second: float = 0.0
+    in_bytes_per_second: float = 0.0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
 
@@ -51,7 +80,8 @@ class EngineStats:
       ttft_predictions: requests whose predicted time to first token has been compared with the actual one.
       ttft_predicted_seconds, ttft_actual_seconds, ttft_error_seconds: sums over these, the last one of absolute errors.
       ttft_correction: what predictions are multiplied by, learned from the actual ones (gauge).
-      prefix_cache_queries, prefix_cache_hits: tokens looked up and found.
+      prefix_cache_queries, prefix_cache_hits: tokens looked up and found, on the device or in host memory.
+      swap: what host memory does for the cache.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
       shapes: whose programs are ready; refreshed between steps as well.
@@ -88,6 +118,7 @@ class EngineStats:
     evictions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    swap: SwapStats = field(default_factory=SwapStats)
     compilations: int = 0
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 Its "KV cache" stores, per (block, offset), the token written there and a fingerprint of everything before it, taken
 by reading the previous position back through the block table. So a wrong block, a stale one, a block of another
-salt, a lost copy or a skipped token changes or fails the very next step.
+salt, a lost copy or a skipped token changes or fails the very next step. Its host memory is the same again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxserve.config import ResolvedConfig
-from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
+from jaxserve.outputs import BlockTransfers, ModelRunnerOutput, TokenLogprobs
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 
@@ -114,15 +114,22 @@ class FakeRunner:
 
     Attributes:
       failing: request ids whose rows fail in the next step that samples for them.
+      transfers: what the next result says of transfer rates.
       num_steps, num_computed: steps run; tokens computed for requests.
+      num_out, num_in: blocks moved to host memory, and back.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, vocab: int = 97) -> None:
+    def __init__(self, block_size: int, num_blocks: int, vocab: int = 97, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
         self.vocab = vocab
         self.failing: set[str] = set()
+        self.transfers = BlockTransfers()
         self.num_steps = 0
         self.num_computed = 0
+        self.num_out = 0
+        self.num_in = 0
+        self._host_tokens = np.full((num_host_blocks, block_size), POISON, np.int64)
+        self._host_states = np.full((num_host_blocks, block_size), POISON, np.int64)
         self._tokens = np.full((num_blocks + 1, block_size), POISON, np.int64)
         self._states = np.full((num_blocks + 1, block_size), POISON, np.int64)
         self._slot_owner: dict[int, tuple[str, int]] = {}  # slot -> (request, computed tokens)
@@ -134,6 +141,12 @@ class FakeRunner:
         ids = list(block_ids)
         self._tokens[ids] = POISON
         self._states[ids] = POISON
+
+    def poison_host(self, block_ids: Iterable[int]) -> None:
+        """The same for blocks of host memory."""
+        ids = list(block_ids)
+        self._host_tokens[ids] = POISON
+        self._host_states[ids] = POISON
 
     def table(self, item: ScheduledRequest) -> list[int]:
         """The block table of a row, put together from what its plans have said so far."""
@@ -147,8 +160,9 @@ class FakeRunner:
                 self._last_tokens.pop(item.slot, None)
             self._tables[item.slot].extend(item.new_block_ids)
         self._check_plan(plan)
+        self._swap_blocks(plan)
         self._copy_blocks(plan.block_copies)
-        result = ModelRunnerOutput()
+        result = ModelRunnerOutput(transfers=self.transfers)
         for item in plan.scheduled:
             self._write(item)
         for item in plan.scheduled:
@@ -199,6 +213,25 @@ class FakeRunner:
                 )
             stop = item.num_computed_tokens + item.num_scheduled_tokens
             self._slot_owner[slot] = (item.request_id, stop)
+
+    def _swap_blocks(self, plan: SchedulerOutput) -> None:
+        for pairs in (plan.swap_out, plan.swap_in):
+            destinations = [destination for _, destination in pairs]
+            assert len(set(destinations)) == len(destinations), f"a destination twice: {pairs}"
+        for device, host in plan.swap_out:
+            assert device != 0, "the sink goes to host memory"
+            assert POISON not in self._states[device], (
+                f"block {device} goes to host memory, not fully written"
+            )
+            self._host_tokens[host] = self._tokens[device]
+            self._host_states[host] = self._states[device]
+        for host, device in plan.swap_in:
+            assert device != 0, "the sink is a destination"
+            assert POISON not in self._host_states[host], f"host block {host} comes in, and holds nothing"
+            self._tokens[device] = self._host_tokens[host]
+            self._states[device] = self._host_states[host]
+        self.num_out += len(plan.swap_out)
+        self.num_in += len(plan.swap_in)
 
     def _copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
         destinations = [destination for _, destination in copies]

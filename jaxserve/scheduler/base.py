@@ -150,6 +150,7 @@ class BaseScheduler:
         Raises:
           RuntimeError: the result doesn't belong to the plan.
         """
+        self._kv.swap.cost.observe(result.transfers)
         updates = []
         entries, step_id, running = self._entries, plan.step_id, RequestStatus.RUNNING
         for item in plan.scheduled:
@@ -179,6 +180,7 @@ class BaseScheduler:
         stats.prefix_cache_queries = counters.prefix_cache_queries
         stats.prefix_cache_hits = counters.prefix_cache_hits
         stats.finished = dict(counters.finished)
+        stats.swap = self._kv.swap.current_stats()
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is inconsistent. Slow; for tests and debugging."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -13,11 +13,21 @@ class BlockPool:
     same prefix can take it back; it loses the digest when it is handed to somebody else (an eviction).
     Free blocks without a digest are handed out first, then the least recently freed.
 
+    Args:
+      enable_prefix_caching: keep digests; else `register` does nothing.
+      on_evict: told (block id, digest) of each eviction, before anybody writes into the block.
+
     Attributes:
       evictions: digests dropped because their block was handed out (only grows).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        on_evict: Callable[[int, bytes], None] | None = None,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}"
@@ -26,6 +36,7 @@ class BlockPool:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
+        self._on_evict = on_evict
         self._ref_counts = [0] * (num_blocks + 1)
         self._digests: list[bytes | None] = [None] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -63,9 +74,12 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block_id, _ = self._free.popitem(last=False)
-            if self._digests[block_id] is not None:
+            digest = self._digests[block_id]
+            if digest is not None:
                 self.unregister(block_id)
                 self.evictions += 1
+                if self._on_evict is not None:
+                    self._on_evict(block_id, digest)
             self._ref_counts[block_id] = 1
             taken.append(block_id)
         return taken

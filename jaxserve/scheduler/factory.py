@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from jaxserve.config import ResolvedConfig
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.static import StaticScheduler
 from jaxserve.scheduler.step_time import StepTimeModel
 
 
 def create_scheduler(
-    config: ResolvedConfig, num_blocks: int, step_times: StepTimeModel
+    config: ResolvedConfig, num_blocks: int, step_times: StepTimeModel, host: HostSpace | None = None
 ) -> Scheduler | StaticScheduler:
-    """`step_times`: what the engine learns of its steps; the scheduler only asks it."""
+    """
+    Args:
+      step_times: what the engine learns of its steps; the scheduler only asks it.
+      host: room for blocks in host memory; None is none. The static scheduler uses none.
+    """
     if config.scheduler == "static":
         return StaticScheduler(config, num_blocks, step_times)
-    return Scheduler(config, num_blocks, step_times)
+    return Scheduler(config, num_blocks, step_times, host=host)

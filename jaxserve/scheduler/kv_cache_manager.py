@@ -2,6 +2,9 @@
 
 A request is given blocks for all its known tokens when it is admitted, so a prefill chunk can never find the pool
 empty; afterwards it grows a block at a time while it decodes.
+
+Where prefixes are not shared, the blocks of a preempted request are named by digests of its group's own, so that
+it can find them again, on the device or in the host tier, and nobody else can.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.request import Request
+from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.block_pool import BlockPool
-from jaxserve.scheduler.prefix_hash import block_digest, root_digest
+from jaxserve.scheduler.host_swap import HostSwap
+from jaxserve.scheduler.prefix_hash import block_digest, private_root_digest, root_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +25,15 @@ class Reuse:
 
     Attributes:
       block_ids: full blocks to share, from the first on.
-      num_tokens: tokens covered, those in `copy_source` included.
+      host_digests: of the full blocks behind them, which are in the host tier.
+      num_tokens: tokens covered by both, and by `copy_source`.
       is_fork: taken from a running sibling's table, not found in the prefix table.
       copy_source: a block of which the beginning is reused through a copy, because the request will write into it.
     """
 
     block_ids: tuple[int, ...] = ()
     num_tokens: int = 0
+    host_digests: tuple[bytes, ...] = ()
     is_fork: bool = False
     copy_source: int | None = None
 
@@ -47,8 +54,25 @@ class _DigestChain:
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(num_blocks, block_size, enable_prefix_caching)
+    """
+    Args:
+      enable_prefix_caching: requests share the blocks of equal beginnings.
+      swap: None keeps nothing in host memory.
+
+    Attributes:
+      pool: the device's blocks.
+      swap: what moves between them and host memory, and other moves of the plan that is being made.
+      shares_prefixes: `enable_prefix_caching`.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, swap: HostSwap | None = None
+    ) -> None:
+        self.swap = swap or HostSwap.off()
+        self.shares_prefixes = enable_prefix_caching
+        self.pool = BlockPool(
+            num_blocks, block_size, enable_prefix_caching or self.swap.is_on, self.swap.evicted
+        )
         self.block_size = block_size
         self._tables: dict[str, _Table] = {}
         self._chains: dict[str, _DigestChain] = {}
@@ -65,31 +89,43 @@ class KVCacheManager:
           source: a running request with the same prompt, all of it computed, to fork from.
         """
         limit = min(limit, request.num_tokens - 1)
-        shared = self._match_prefix(request, limit)
-        num_shared = len(shared) * self.block_size
+        shared, in_host = self._match_prefix(request, limit)
+        num_shared = (len(shared) + len(in_host)) * self.block_size
         if source is not None:
             num_forked = request.num_prompt_tokens - 1
             if num_shared < num_forked <= limit:
                 table = self._tables[source.request_id].block_ids
                 full, partial = divmod(num_forked, self.block_size)
-                return Reuse(tuple(table[:full]), num_forked, True, table[full] if partial else None)
-        return Reuse(tuple(shared), num_shared)
+                copy_source = table[full] if partial else None
+                return Reuse(tuple(table[:full]), num_forked, is_fork=True, copy_source=copy_source)
+        return Reuse(tuple(shared), num_shared, tuple(in_host))
 
-    def _match_prefix(self, request: Request, limit: int) -> list[int]:
+    def _match_prefix(self, request: Request, limit: int) -> tuple[list[int], list[bytes]]:
+        """Blocks on the device as far as there are, then digests of blocks in the host tier as far as there are."""
         shared: list[int] = []
-        if not self.pool.enable_prefix_caching:
-            return shared
-        for index in range(limit // self.block_size):
+        in_host: list[bytes] = []
+        if not (self.shares_prefixes or self.swap.keeps(request.request_id)):
+            return shared, in_host
+        count = limit // self.block_size
+        for index in range(count):
             block_id = self.pool.lookup(self._digest(request, index))
             if block_id is None:
                 break
             shared.append(block_id)
-        return shared
+        if self.swap.is_on:
+            for index in range(len(shared), count):
+                digest = self._digest(request, index)
+                if self.swap.tier.lookup(digest) is None:
+                    break
+                in_host.append(digest)
+        return shared, in_host
 
     def _digest(self, request: Request, index: int) -> bytes:
         chain = self._chains.get(request.request_id)
         if chain is None:
-            chain = self._chains[request.request_id] = _DigestChain(root_digest(request.cache_salt))
+            salt = request.cache_salt
+            root = root_digest(salt) if self.shares_prefixes else private_root_digest(salt, request.group_id)
+            chain = self._chains[request.request_id] = _DigestChain(root)
         digests = chain.digests
         while len(digests) <= index:
             start = len(digests) * self.block_size
@@ -103,8 +139,10 @@ class KVCacheManager:
         idle_hits = sum(1 for block_id in reuse.block_ids if self.pool.ref_count(block_id) == 0)
         return needed - (self.pool.num_free - idle_hits)
 
-    def admit(self, request: Request, reuse: Reuse, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Make a block table for `num_tokens` tokens. Returns the (source, destination) block to copy, if any.
+    def admit(self, request: Request, reuse: Reuse, num_tokens: int) -> int:
+        """Make a block table for `num_tokens` tokens; what must be copied or brought in for it goes to `swap.moves`.
+
+        Returns the tokens that need not be computed: those of `reuse`, or a few less.
 
         Raises:
           ValueError: not enough blocks are free; nothing changes then.
@@ -113,12 +151,31 @@ class KVCacheManager:
         missing = self.num_missing(reuse, num_tokens)
         if missing > 0:
             raise ValueError(f"{missing} KV blocks short for {request.request_id}")
-        # Hits are referenced before anything is allocated: an allocation evicts free blocks, and hits may be free.
+        # Hits are referenced before anything is allocated: an allocation evicts free blocks, and hits may be free;
+        # what it evicts may go to the host tier, and take the place of a block there.
         self.pool.touch(reuse.block_ids)
-        shared = len(reuse.block_ids)
-        own = self.pool.allocate(self.blocks_for(num_tokens) - shared)
-        self._tables[request.request_id] = _Table([*reuse.block_ids, *own], shared)
-        return () if reuse.copy_source is None else ((reuse.copy_source, own[0]),)
+        hosts = [self.swap.tier.read(digest) for digest in reuse.host_digests]
+        shared, moves = len(reuse.block_ids), self.swap.moves
+        own = self._allocate(self.blocks_for(num_tokens) - shared)
+        num_in = moves.num_safe(own[: len(hosts)])
+        for host, block_id, digest in zip(hosts[:num_in], own, reuse.host_digests, strict=False):
+            moves.ins[block_id] = host
+            self.pool.register(digest, block_id)
+        self.swap.count_admission(num_in)
+        self.swap.let_go(request.request_id)
+        if reuse.copy_source is not None:
+            moves.copies[own[0]] = reuse.copy_source
+        self._tables[request.request_id] = _Table([*reuse.block_ids, *own], shared + num_in)
+        return reuse.num_tokens - (len(hosts) - num_in) * self.block_size
+
+    def _allocate(self, count: int) -> list[int]:
+        block_ids = self.pool.allocate(count)
+        self.swap.moves.handed_out(block_ids)
+        return block_ids
+
+    def take_moves(self) -> BlockMoves:
+        """What must move before the step that is being planned. To be called when there will be such a step."""
+        return self.swap.end_plan()
 
     def lacking(self, requests: Iterable[Request]) -> list[Request]:
         """Those whose table is too short for all their tokens, pending ones included."""
@@ -137,7 +194,7 @@ class KVCacheManager:
         if extra > self.pool.num_free:
             return False
         if extra > 0:
-            table.extend(self.pool.allocate(extra))
+            table.extend(self._allocate(extra))
         return True
 
     def take_new_block_ids(self, request_id: str) -> tuple[int, ...]:
@@ -151,7 +208,7 @@ class KVCacheManager:
 
     def commit(self, request: Request) -> None:
         """Offer every full block that is computed by now to the prefix table."""
-        if not self.pool.enable_prefix_caching:
+        if not self.shares_prefixes:
             return
         table = self._tables[request.request_id]
         full = request.num_computed_tokens // self.block_size
@@ -164,14 +221,44 @@ class KVCacheManager:
         """Drop the table and its references."""
         self.pool.free(self._tables.pop(request_id).block_ids)
 
+    def keep(self, request: Request) -> None:
+        """Pin what a running request has computed, as it is about to be preempted, if that is worth it.
+
+        A last, partly filled block is not kept.
+        """
+        if not self.swap.is_on:
+            return
+        full = request.num_computed_tokens // self.block_size
+        digests = [self._digest(request, index) for index in range(full)]
+        if not self.swap.keep(request.request_id, digests):
+            return
+        if not self.shares_prefixes:  # else they have been offered to the prefix table as they became full
+            table = self._tables[request.request_id].block_ids
+            for digest, block_id in zip(digests, table, strict=False):
+                self.pool.register(digest, block_id)
+
     def forget(self, request_id: str) -> None:
         """Drop what is remembered about a request that has ended."""
-        self._chains.pop(request_id, None)
+        self.swap.let_go(request_id)
+        chain = self._chains.pop(request_id, None)
+        if chain is None or self.shares_prefixes:
+            return
+        for digest in chain.digests:
+            if not self.swap.tier.is_pinned(digest):  # by a sibling
+                self.swap.tier.discard(digest)
+                block_id = self.pool.lookup(digest)
+                if block_id is not None:
+                    self.pool.unregister(block_id)
 
     def distrust(self, request_id: str) -> None:
-        """Take every block of a failed request out of the prefix table: any of them may hold non-finite entries."""
+        """Take every block of a failed request out of the prefix table: any of them may hold non-finite entries.
+
+        What host memory has of the same contents goes as well.
+        """
         for block_id in self._tables[request_id].block_ids:
             self.pool.unregister(block_id)
+        if self.swap.is_on and request_id in self._chains:
+            self.swap.discard(self._chains[request_id].digests)
 
     def victims_for(
         self, candidates: Iterable[Request], missing: int, keep: Collection[int]
@@ -214,6 +301,7 @@ class KVCacheManager:
             assert count == self.pool.ref_count(block_id), (
                 f"block {block_id} is in {count} tables and has {self.pool.ref_count(block_id)} references"
             )
+        self.swap.check_integrity(self._chains.keys() - self._tables.keys())
         used = sum(1 for count in held if count)
         assert used + self.pool.num_free == self.pool.num_blocks, (
             f"{used} used and {self.pool.num_free} free of {self.pool.num_blocks} blocks"

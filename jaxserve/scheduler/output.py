@@ -45,6 +45,9 @@ class SchedulerOutput:
     Attributes:
       step_id: counts from 0.
       scheduled: requests that decode (one token) first, then prefill chunks; never empty lists of tokens.
+      swap_out: (device, host) block ids to copy to host memory, first of all: what earlier steps have left there.
+      swap_in: (host, device) block ids to copy back then, before `block_copies`. No device block, nor host block, is a
+        destination twice; one that is copied out may be brought in again in the same plan.
       block_copies: (source, destination) block ids to copy before the step runs (copy-on-write). One by one in this
         order, or all sources read before the first destination is written: both give the same.
       preempted: requests that lost their blocks while this plan was made.
@@ -56,6 +59,8 @@ class SchedulerOutput:
     block_copies: tuple[tuple[int, int], ...] = ()
     preempted: tuple[Request, ...] = field(default=())
     num_padding_tokens: int = 0
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_scheduled_tokens(self) -> int:

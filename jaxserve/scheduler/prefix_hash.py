@@ -29,6 +29,12 @@ def root_digest(cache_salt: str | None) -> bytes:
     return hashlib.sha256(struct.pack("<Q", len(_VERSION)) + _VERSION + tagged).digest()
 
 
+def private_root_digest(cache_salt: str | None, owner: str) -> bytes:
+    """Start of a chain that nobody but `owner` has: names for blocks that are not to be shared."""
+    data = owner.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(root_digest(cache_salt) + b"owner:" + struct.pack("<Q", len(data)) + data).digest()
+
+
 def block_digest(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """Digest of one full block: of the chain before it and its token ids as little-endian 64-bit numbers."""
     return hashlib.sha256(previous + struct.pack(f"<{len(token_ids)}Q", *token_ids)).digest()

@@ -1,7 +1,8 @@
 """Continuous batching: which tokens of which requests run in the next step.
 
 A step is planned in three stages. Running requests that lack a block for their next token get one, if need be from
-the last in order (preemption by recompute). Waiting requests are admitted while slots, budget and blocks allow; one
+the last in order (preemption: its blocks go to host memory as others need them, if moving is cheaper than computing
+again, see `host_swap.py`). Waiting requests are admitted while slots, budget and blocks allow; one
 that is admitted holds blocks for all its known tokens. Then the token budget is divided: requests that decode first,
 the rest to prefills as `policy.py` says. Blocks never move once tokens are being divided, so a plan is never revised.
 """
@@ -12,11 +13,15 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.base import BaseScheduler, Entry
+from jaxserve.scheduler.block_moves import BlockMoves
+from jaxserve.scheduler.host_swap import HostSwap
+from jaxserve.scheduler.host_tier import HostSpace, HostTier
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import ChunkedPrefillPolicy, PrefillBudget
 from jaxserve.scheduler.siblings import SiblingIndex
 from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.scheduler.swap_cost import SwapCost
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
@@ -29,11 +34,15 @@ class Scheduler(BaseScheduler):
         num_blocks: int,
         step_times: StepTimeModel,
         *,
+        host: HostSpace | None = None,
         policy: ChunkedPrefillPolicy | None = None,
     ) -> None:
+        host = host or HostSpace()
+        cost = SwapCost(host.block_bytes, config.block_size, config.max_num_batched_tokens, step_times)
+        swap = HostSwap(HostTier(host.num_blocks), cost, keeps_evicted=config.enable_prefix_caching)
         super().__init__(
             config,
-            KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching),
+            KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching, swap),
             policy or ChunkedPrefillPolicy(config.max_prefill_chunk),
             step_times,
         )
@@ -42,7 +51,6 @@ class Scheduler(BaseScheduler):
         self._long_queue = WaitingQueue()
         self._siblings = SiblingIndex()
         self._preempted: list[Request] = []
-        self._copies: dict[str, tuple[tuple[int, int], ...]] = {}
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.
@@ -51,15 +59,19 @@ class Scheduler(BaseScheduler):
           now: seconds, of the clock of `Request.arrival_time`.
         """
         self._preempted = []
-        self._copies = {}
         self._grow_running()
         if self._may_admit():
             self._admit_waiting()
+        scheduled = self._divide_budget()
+        # A plan without rows is never run: what it should have moved goes with the next one.
+        moves = self._kv.take_moves() if scheduled else BlockMoves()
         plan = SchedulerOutput(
             step_id=self._step_id,
-            scheduled=self._divide_budget(),
-            block_copies=tuple(pair for pairs in self._copies.values() for pair in pairs),
+            scheduled=scheduled,
+            block_copies=tuple((source, destination) for destination, source in moves.copies.items()),
             preempted=tuple(self._preempted),
+            swap_out=tuple((device, host) for host, device in moves.outs.items()),
+            swap_in=tuple((host, device) for device, host in moves.ins.items()),
         )
         self._step_id += 1
         return plan
@@ -73,15 +85,18 @@ class Scheduler(BaseScheduler):
                 self._preempt(self._running[-1])  # itself, when it is the last
 
     def _preempt(self, entry: Entry) -> None:
-        """RUNNING -> WAITING. Its tokens are kept, and its computed blocks stay findable as long as they are free."""
-        self._stop(entry)
+        """RUNNING -> WAITING. Its tokens are kept, and its full blocks stay findable as long as they are free.
+
+        Where the host tier keeps them, they are found there after that.
+        """
         request = entry.request
+        self._kv.keep(request)
+        self._stop(entry)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._counters.preemptions += 1
         self._preempted.append(request)
-        self._copies.pop(request.request_id, None)
         self._enqueue(entry)
 
     # Stage 2: admission.
@@ -136,9 +151,10 @@ class Scheduler(BaseScheduler):
             if not self._admit(entry, reuse):
                 return  # nobody behind may take the blocks that the head waits for
             budget.add(entry.key, num_uncomputed)
-            if is_first and limit and not reuse.is_fork and self._kv.pool.enable_prefix_caching:
+            if is_first and limit and not reuse.is_fork and self._kv.shares_prefixes:
                 self._counters.prefix_cache_queries += request.num_prompt_tokens
                 self._counters.prefix_cache_hits += reuse.num_tokens
+                self._kv.swap.count_hits(len(reuse.host_digests) * self._kv.block_size)
 
     def _prefill_budget(self) -> PrefillBudget:
         unplanned = [(entry.key, entry.request.num_unplanned_tokens) for entry in self._running]
@@ -171,10 +187,7 @@ class Scheduler(BaseScheduler):
             for victim in victims:
                 self._preempt(self._entries[victim.request_id])
         self._dequeue(entry)
-        copies = self._kv.admit(request, reuse, num_tokens)
-        if copies:
-            self._copies[request.request_id] = copies
-        self._start(entry, reuse.num_tokens)
+        self._start(entry, self._kv.admit(request, reuse, num_tokens))
         return True
 
     def _lower_priority_runs(self, request: Request) -> bool:

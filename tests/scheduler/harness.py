@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.stats import EngineStats
 from tests.fakes import FakeRunner, make_config, solo_tokens
+
+BLOCK_BYTES = 1000
 
 
 class Harness:
@@ -20,14 +23,15 @@ class Harness:
     ends: how often an update reported an end, by id.
     """
 
-    def __init__(self, num_blocks: int, *, vocab: int = 97, **config: object) -> None:
+    def __init__(self, num_blocks: int, *, vocab: int = 97, host_blocks: int = 0, **config: object) -> None:
         self.config = make_config(**config)
         self.in_flight: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self.num_blocks = num_blocks
         self.now = 0.0
         self.step_times = StepTimeModel(lambda tokens, seqs: (tokens, seqs))
-        self.scheduler = create_scheduler(self.config, num_blocks, self.step_times)
-        self.runner = FakeRunner(self.config.block_size, num_blocks, vocab)
+        host = HostSpace(host_blocks, BLOCK_BYTES)
+        self.scheduler = create_scheduler(self.config, num_blocks, self.step_times, host)
+        self.runner = FakeRunner(self.config.block_size, num_blocks, vocab, host_blocks)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -86,8 +90,10 @@ class Harness:
             for request in self.requests.values():
                 assert request.num_pending_tokens == 0, f"{request.request_id} awaits what nobody computes"
                 assert request.is_finished or request.num_planned_tokens == request.num_computed_tokens
-        pool = self.scheduler._kv.pool
-        self.runner.poison(block for block in pool.free_ids() if pool.digest(block) is None)
+        pool, swap = self.scheduler._kv.pool, self.scheduler._kv.swap
+        leaving = set(swap.moves.outs.values())  # with the next plan that has rows
+        self.runner.poison(b for b in pool.free_ids() if pool.digest(b) is None and b not in leaving)
+        self.runner.poison_host(swap.tier.free_ids())
 
     def drain(self, max_steps: int | None = None) -> int:
         """Step until nothing is left, with progress in each step. Returns the number of steps."""
@@ -109,6 +115,7 @@ class Harness:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler._kv.pool.num_free == self.num_blocks
         assert not self.scheduler._kv._chains, "digests of ended requests are kept"
+        self.check_host_tier()
         for request_id, request in self.requests.items():
             assert request.status is RequestStatus.FINISHED
             assert request.slot is None
@@ -124,6 +131,15 @@ class Harness:
                     assert scored == list(request.prompt_token_ids[1:])
             else:
                 assert request.output_token_ids == expected[: request.num_output_tokens], request_id
+
+    def check_host_tier(self) -> None:
+        """Nobody waits for anything in it; without prefix caching it is empty, and nothing on the device has a name."""
+        swap, pool = self.scheduler._kv.swap, self.scheduler._kv.pool
+        assert not swap._pins
+        assert swap.tier.num_pinned == 0
+        if not self.config.enable_prefix_caching:
+            assert pool.num_cached == 0
+            assert len(swap.tier.free_ids()) == swap.tier.num_blocks - len(swap.tier._reads)
 
     def run(self, *requests: Request) -> None:
         self.add(*requests)

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.outputs import BlockTransfers
 from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.scheduler.step_time import StepWork
 from tests.fakes import make_group
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import BLOCK_BYTES, Harness
 
 FAMILIES = [[(7 * f + 13 * i) % 50 for i in range(40)] for f in range(2)]  # prompts share beginnings
 
@@ -25,6 +27,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget=st.integers(0, 12),
         chunk=st.integers(1, 8),
         caching=st.booleans(),
+        host_blocks=st.sampled_from([0, 1, 3, 6, 20]),
+        moving_is_slow=st.booleans(),
     )
     def start(
         self,
@@ -34,6 +38,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_budget: int,
         chunk: int,
         caching: bool,
+        host_blocks: int,
+        moving_is_slow: bool,
     ) -> None:
         budget = max_num_seqs + spare_budget
         self.harness = Harness(
@@ -46,7 +52,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             scheduler=self.kind,
             overlap=self.overlap,
+            host_blocks=host_blocks,
         )
+        if moving_is_slow:  # a block takes a second each way, about what its tokens take, so decisions differ
+            self.harness.runner.transfers = BlockTransfers(BLOCK_BYTES, 1.0, BLOCK_BYTES, 1.0)
+            for tokens in range(1, 20):
+                self.harness.step_times.observe(StepWork(tokens, 1), 0.5 * tokens)
         self.num_groups = 0
 
     @rule(
