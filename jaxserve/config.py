@@ -108,6 +108,11 @@ class EngineConfig:
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
       scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
       max_waiting: most sequences that wait besides the `max_num_seqs` that run; more are refused (QueueFullError).
+      max_waiting_tokens: most tokens that those that wait may have to compute together; None is no such bound. An
+        empty queue takes any request.
+      background_max_wait: seconds after which a waiting background request is promoted: nobody passes it any more.
+      policy: "package.module:Class" of a scheduling policy (`jaxserve.scheduler.policy.Policy`); None is
+        `jaxserve.scheduler.fair_policy.FairPolicy`.
       seed: root of the seeds of requests that bring none, so that a run can be repeated.
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
       deterministic: a request's logits and tokens have the same bits whatever else is served, however it is batched,
@@ -135,6 +140,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduler: SchedulerKind = "continuous"
     max_waiting: int = 4096
+    max_waiting_tokens: int | None = None
+    background_max_wait: float = 30.0
+    policy: str | None = None
     seed: int = 0
     attention_backend: str = "auto"
     deterministic: bool = False
@@ -163,6 +171,9 @@ class ResolvedConfig:
     deterministic: bool = False
     overlap: bool = False
     quantization: Quantization | None = None
+    max_waiting_tokens: int | None = None
+    background_max_wait: float = 30.0
+    policy: str | None = None
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -195,6 +206,14 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
     ):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
+    if options.max_waiting_tokens is not None and options.max_waiting_tokens < 1:
+        raise ConfigError(f"max_waiting_tokens must be at least 1, got {options.max_waiting_tokens}")
+    if not options.background_max_wait >= 0:
+        raise ConfigError(
+            f"background_max_wait must be at least 0 seconds, got {options.background_max_wait}"
+        )
+    if options.policy is not None and options.scheduler == "static":
+        raise ConfigError("the static scheduler, a baseline, takes requests as they come: it has no policy")
     if options.quantization is not None and options.quantization not in QUANTIZATIONS:
         raise ConfigError(
             f"quantization must be one of {', '.join(QUANTIZATIONS)}, or None; got {options.quantization!r}"
@@ -223,6 +242,9 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         deterministic=options.deterministic or (options.quantization is not None and on_cpu),
         overlap=_resolve_overlap(options, on_cpu),
         quantization=options.quantization,
+        max_waiting_tokens=options.max_waiting_tokens,
+        background_max_wait=options.background_max_wait,
+        policy=options.policy,
     )
 
 

@@ -14,7 +14,7 @@ from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.host_gap import HostGap
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
@@ -101,6 +101,7 @@ class EngineCore:
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
         self._seeds = random.Random(config.seed)
+        self._next_seed = self._seeds.getrandbits(64)  # of the next request taken: one refused uses none up
         self._dead: str | None = None
         self._refresh_stats()
 
@@ -145,20 +146,18 @@ class EngineCore:
         """Queue a request; its `n` continuations come out of `step`.
 
         Raises:
-          InvalidRequestError, QueueFullError, EngineDeadError, ValueError (the id is in use).
+          InvalidRequestError, OverloadedError, EngineDeadError, ValueError (the id is in use).
         """
         self._require_alive()
         self.validate(request)
         if request.request_id in self._groups:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        unfinished = self._scheduler.num_waiting + self._scheduler.num_running
-        if unfinished + request.params.n > self._max_unfinished:
-            raise QueueFullError(
-                f"{unfinished} sequences run or wait already, at most {self._max_unfinished}; try again later"
-            )
-        sequences = self._fan_out(request)
+        now = self._clock()
+        sequences = self._fan_out(request, now)
+        self._scheduler.add(*sequences, now=now)
+        if request.params.seed is None:
+            self._next_seed = self._seeds.getrandbits(64)
         for sequence in sequences:
-            self._scheduler.add(sequence)
             self._output_processor.add(sequence, stream=request.stream)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
 
@@ -197,6 +196,7 @@ class EngineCore:
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
                 updates = self._scheduler.update_from_output(due.plan, result)
+                self._scheduler.note_first_tokens(updates, asked + waited)
                 self._count(due)
         except BaseException as error:
             self._dead = f"a step failed: {type(error).__name__}: {error}"
@@ -282,14 +282,14 @@ class EngineCore:
 
     # From a request to its sequences.
 
-    def _fan_out(self, request: GenerationRequest) -> list[Request]:
+    def _fan_out(self, request: GenerationRequest, now: float) -> list[Request]:
         params = request.params
-        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        seed = self._next_seed if params.seed is None else params.seed % 2**64
         room = self.max_request_tokens - len(request.prompt_token_ids)
         stops = set(params.stop_token_ids)
         if not params.ignore_eos:
             stops.update(self.generation.eos_token_ids)
-        arrival = self._clock() if request.arrival_time is None else request.arrival_time
+        arrival = now if request.arrival_time is None else request.arrival_time
         return [
             Request(
                 request_id=_sequence_id(request.request_id, index),

@@ -269,7 +269,6 @@ class Request:
     targets: ServiceTargets = ServiceTargets()
     cache_salt: str | None = None
     arrival_time: float = 0.0
-    arrival_order: int = 0
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -24,7 +24,8 @@ class ReadyShapes:
     total: int = 0
 
 
-def _zero_by_class() -> dict[str, int]:
+def zero_by_class() -> dict[str, int]:
+    """A count for each service class."""
     return {service_class.value: 0 for service_class in ServiceClass}
 
 
@@ -93,8 +94,8 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    running_by_class: dict[str, int] = field(default_factory=_zero_by_class)
-    waiting_by_class: dict[str, int] = field(default_factory=_zero_by_class)
+    running_by_class: dict[str, int] = field(default_factory=zero_by_class)
+    waiting_by_class: dict[str, int] = field(default_factory=zero_by_class)
     waiting_tokens: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
@@ -105,7 +106,7 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
-    preemptions_by_class: dict[str, int] = field(default_factory=_zero_by_class)
+    preemptions_by_class: dict[str, int] = field(default_factory=zero_by_class)
     class_preemptions: int = 0
     promotions: int = 0
     stall_cuts: int = 0

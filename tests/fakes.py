@@ -50,7 +50,6 @@ def make_request(
     n: int = 1,
     priority: int = 0,
     salt: str | None = None,
-    order: int = 0,
     stop: Iterable[int] = (),
     eos: Iterable[int] = (),
     **params: object,
@@ -69,7 +68,6 @@ def make_request(
         stop_token_ids=frozenset([*stop, *eos]),
         priority=priority,
         cache_salt=salt,
-        arrival_order=order,
     )
 
 

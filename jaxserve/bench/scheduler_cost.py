@@ -122,7 +122,6 @@ def _request(number: int, now: float, rng: random.Random) -> Request:
         service_class=rng.choice([ServiceClass.INTERACTIVE, ServiceClass.BACKGROUND]),
         client=f"client {rng.randrange(_NUM_CLIENTS)}",
         arrival_time=now,
-        arrival_order=number,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.config import ResolvedConfig
 from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.request import Request
 
@@ -20,14 +21,36 @@ def tokens_to_start(request: Request) -> int:
     return min(request.num_tokens + 1, final_num_computed_tokens(request))
 
 
-def check_queue(num_waiting: int, max_waiting: int, num_free_slots: int) -> None:
-    """Requests that the next step can start are not counted as waiting.
+def check_queue(num_new: int, num_waiting: int, num_running: int, config: ResolvedConfig) -> None:
+    """All sequences of a request, or none. Those that free slots can take are not counted as waiting.
 
     Raises:
       QueueFullError: the queue is at its limit.
     """
-    if num_waiting >= max_waiting + num_free_slots:
-        raise QueueFullError(f"the waiting queue is full ({max_waiting} sequences); try again later")
+    unfinished, most = num_waiting + num_running, config.max_waiting + config.max_num_seqs
+    if unfinished + num_new > most:
+        raise QueueFullError(
+            f"the waiting queue is full ({config.max_waiting} sequences): {unfinished} sequences run or wait already, "
+            f"at most {most}; try again later"
+        )
+
+
+def check_queued_tokens(num_new: int, num_waiting: int, config: ResolvedConfig) -> None:
+    """An empty queue takes any request.
+
+    Args:
+      num_new, num_waiting: tokens to compute before the next output token.
+
+    Raises:
+      QueueFullError: the queue is at its limit of tokens.
+    """
+    most = config.max_waiting_tokens
+    if most is not None and num_waiting and num_waiting + num_new > most:
+        raise QueueFullError(
+            f"requests of {num_waiting} tokens wait already, at most {most}, and this one has {num_new}; "
+            "try again later",
+            reason="queue_tokens_full",
+        )
 
 
 def check_fits_pool(request: Request, num_blocks: int, block_size: int) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.config import ResolvedConfig
+from jaxserve.errors import OverloadedError
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
-from jaxserve.scheduler.policy import ChunkedPrefillPolicy
+from jaxserve.scheduler.output_length import OutputLengths
+from jaxserve.scheduler.policy import Order, Policy
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.waiting_queue import Key
-from jaxserve.stats import EngineStats
+from jaxserve.stats import EngineStats, zero_by_class
 
 
 @dataclass(slots=True, eq=False)
@@ -24,14 +26,22 @@ class Entry:
     """An unfinished request and what only the scheduler needs to know of it.
 
     Attributes:
-      key: its place in every order.
+      order: what the policy said when it came.
+      key: its place in every order; only a promotion changes it.
+      cost: tokens that it was expected to compute in all when it came.
+      waiting_since: when it was added or preempted last, seconds.
+      waited: seconds that it waited before that.
       admitted_step: step of its latest admission; results of earlier steps are stale.
       is_new: not yet in a plan since then.
       num_scored_tokens: prompt tokens whose logprobs were delivered (position 0 counts with position 1).
     """
 
     request: Request
+    order: Order
     key: Key
+    cost: float
+    waiting_since: float
+    waited: float = 0.0
     admitted_step: int = -1
     is_new: bool = False
     num_scored_tokens: int = 1
@@ -45,6 +55,11 @@ class Counters:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    preemptions_by_class: dict[str, int] = field(default_factory=zero_by_class)
+    class_preemptions: int = 0
+    promotions: int = 0
+    stall_cuts: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     finished: dict[str, int] = field(default_factory=dict)
@@ -57,21 +72,25 @@ class BaseScheduler:
         self,
         config: ResolvedConfig,
         kv: KVCacheManager,
-        policy: ChunkedPrefillPolicy,
+        policy: Policy,
         step_times: StepTimeModel,
     ) -> None:
         self._config = config
         self._step_times = step_times
         self._kv = kv
         self._policy = policy
+        self._lengths = OutputLengths()
+        self._now = 0.0
         self._entries: dict[str, Entry] = {}
+        self._unfinished_by_class = zero_by_class()
+        self._running_by_class = zero_by_class()
         self._running: list[Entry] = []  # in order of their keys
         self._free_slots = list(range(config.max_num_seqs))  # a heap
         self._step_id = 0
         self._num_added = 0
         self._counters = Counters()
 
-    # What subclasses define.
+    # What subclasses define, the the first four of them all.
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step; `now`: seconds, of the clock of `Request.arrival_time`."""
@@ -83,11 +102,24 @@ class BaseScheduler:
     def _dequeue(self, entry: Entry) -> None:
         raise NotImplementedError
 
+    def _num_waiting_tokens(self) -> int:
+        raise NotImplementedError
+
     def _on_started(self, entry: Entry) -> None: ...
 
     def _on_stopped(self, entry: Entry) -> None: ...
 
     def _on_prompt_computed(self, entry: Entry) -> None: ...
+
+    def _check_target(self, entry: Entry, now: float) -> None:
+        """Raises OverloadedError when the request can't have its first token in time."""
+
+    def _seconds_to_drain(self, num_seqs: int, num_tokens: int) -> float | None:
+        """How long it will take until so many sequences and tokens less wait; None where nothing is known."""
+        return None
+
+    def note_first_tokens(self, updates: Sequence[RequestUpdate], now: float) -> None:
+        """What `update_from_output` returned came `now`."""
 
     # The front.
 
@@ -103,24 +135,68 @@ class BaseScheduler:
     def num_waiting(self) -> int:
         return len(self._entries) - len(self._running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, *requests: Request, now: float | None = None) -> None:
+        """Queue all sequences of a request, or none.
+
+        Args:
+          now: seconds, of the clock of `Request.arrival_time`; None: they arrive now.
 
         Raises:
-          QueueFullError: `max_waiting` requests wait already, besides those that free slots can take.
+          OverloadedError: the queue is full, or the first token can't be had in time.
           InvalidRequestError: it could never run, even alone.
           ValueError: an unfinished request has its id, or it has run before.
         """
-        if request.request_id in self._entries:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
-            raise ValueError(f"request {request.request_id!r} is not a fresh one")
-        admission.check_queue(self.num_waiting, self._config.max_waiting, len(self._free_slots))
-        admission.check_fits_pool(request, self._kv.pool.num_blocks, self._kv.block_size)
-        entry = Entry(request, self._policy.key(request, self._num_added))
-        self._num_added += 1
-        self._entries[request.request_id] = entry
-        self._enqueue(entry)
+        for request in requests:
+            if request.request_id in self._entries:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+            if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
+                raise ValueError(f"request {request.request_id!r} is not a fresh one")
+            admission.check_fits_pool(request, self._kv.pool.num_blocks, self._kv.block_size)
+        if now is None:
+            now = requests[0].arrival_time
+        try:
+            self._check_queue(requests)
+            entries = self._make_entries(requests, now)
+        except OverloadedError as error:
+            refusals = self._counters.refusals
+            refusals[error.reason] = refusals.get(error.reason, 0) + 1
+            raise
+        for entry in entries:
+            request = entry.request
+            self._entries[request.request_id] = entry
+            self._unfinished_by_class[request.service_class] += 1
+            self._enqueue(entry)
+
+    def _check_queue(self, requests: Sequence[Request]) -> None:
+        num_tokens = sum(tokens_to_compute(request) for request in requests)
+        waiting_tokens = self._num_waiting_tokens()
+        config = self._config
+        try:
+            admission.check_queue(len(requests), self.num_waiting, self.num_running, config)
+            admission.check_queued_tokens(num_tokens, waiting_tokens, config)
+        except OverloadedError as error:
+            too_many = len(requests) - (config.max_waiting + config.max_num_seqs - len(self._entries))
+            too_long = (
+                waiting_tokens + num_tokens - (config.max_waiting_tokens or waiting_tokens + num_tokens)
+            )
+            error.retry_after_seconds = self._seconds_to_drain(too_many, too_long)
+            raise
+
+    def _make_entries(self, requests: Sequence[Request], now: float) -> list[Entry]:
+        entries: list[Entry] = []
+        try:
+            for request in requests:
+                cost = float(tokens_to_compute(request) + self._lengths.expected(request))
+                order = self._policy.order(request, cost)
+                entries.append(Entry(request, order, (*order, self._num_added), cost, request.arrival_time))
+                self._num_added += 1
+            self._check_target(entries[0], now)
+        except OverloadedError:
+            for entry in entries:
+                self._policy.ended(entry.request, entry.order, entry.cost)
+            self._kv.forget(requests[0].request_id)
+            raise
+        return entries
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End requests in whatever state they are, and free all they hold at once. Unknown ids are ignored.
@@ -170,12 +246,22 @@ class BaseScheduler:
         counters = self._counters
         stats.num_running = self.num_running
         stats.num_waiting = self.num_waiting
+        running = stats.running_by_class = dict(self._running_by_class)
+        stats.waiting_by_class = {
+            name: count - running[name] for name, count in self._unfinished_by_class.items()
+        }
+        stats.waiting_tokens = self._num_waiting_tokens()
         stats.num_blocks = self._kv.pool.num_blocks
         stats.num_free_blocks = self._kv.pool.num_free
         stats.prompt_tokens = counters.prompt_tokens
         stats.cached_prompt_tokens = counters.cached_prompt_tokens
         stats.generation_tokens = counters.generation_tokens
         stats.preemptions = counters.preemptions
+        stats.preemptions_by_class = dict(counters.preemptions_by_class)
+        stats.class_preemptions = counters.class_preemptions
+        stats.promotions = counters.promotions
+        stats.stall_cuts = counters.stall_cuts
+        stats.refusals = dict(counters.refusals)
         stats.evictions = self._kv.pool.evictions
         stats.prefix_cache_queries = counters.prefix_cache_queries
         stats.prefix_cache_hits = counters.prefix_cache_hits
@@ -233,8 +319,11 @@ class BaseScheduler:
         entry.is_new = True
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed_tokens
+            self._policy.admitted(request, entry.order, entry.cost)
             self._counters.prompt_tokens += request.num_prompt_tokens
             self._counters.cached_prompt_tokens += num_computed_tokens
+        entry.waited += max(0.0, self._now - entry.waiting_since)
+        self._running_by_class[request.service_class] += 1
         bisect.insort(self._running, entry, key=_key)
         self._on_started(entry)
 
@@ -252,6 +341,7 @@ class BaseScheduler:
         heapq.heappush(self._free_slots, request.slot)
         request.slot = None
         del self._running[bisect.bisect_left(self._running, entry.key, key=_key)]
+        self._running_by_class[request.service_class] -= 1
         self._on_stopped(entry)
 
     def _end(self, entry: Entry, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -265,6 +355,12 @@ class BaseScheduler:
         request.stop_reason = stop_reason
         self._kv.forget(request.request_id)
         del self._entries[request.request_id]
+        self._unfinished_by_class[request.service_class] -= 1
+        used = len(request.output_token_ids)
+        if request.num_cached_tokens is not None:
+            used += request.num_prompt_tokens if request.index == 0 else 1
+        self._policy.ended(request, entry.order, entry.cost - used)
+        self._lengths.observe(request)
         self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
 
     def _scheduled(self, entry: Entry, num_tokens: int) -> ScheduledRequest:
@@ -353,6 +449,12 @@ class BaseScheduler:
         fresh = scored[max(0, entry.num_scored_tokens - first) :]
         entry.num_scored_tokens = max(entry.num_scored_tokens, first + len(scored))
         return fresh or None
+
+
+def tokens_to_compute(request: Request) -> int:
+    """What a waiting sequence has to compute before its next output token: choices past the first fork the prompt."""
+    forks = request.index > 0 and not request.output_token_ids
+    return 1 if forks else request.num_tokens
 
 
 def _key(entry: Entry) -> Key:

@@ -133,6 +133,10 @@ class KVCacheManager:
             digests.append(block_digest(previous, request.token_ids(start, start + self.block_size)))
         return digests[index]
 
+    def num_blocks_of(self, request_id: str) -> int:
+        """Blocks in a request's table, those included that others hold as well."""
+        return len(self._tables[request_id].block_ids)
+
     def num_missing(self, reuse: Reuse, num_tokens: int) -> int:
         """Blocks that must become free before a table for `num_tokens` tokens can be made; none if <= 0."""
         needed = self.blocks_for(num_tokens) - len(reuse.block_ids)

@@ -7,26 +7,74 @@ of what decoding leaves while short ones want to prefill as well, so it never de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
-from jaxserve.request import Request
+from jaxserve.request import Request, ServiceClass
 from jaxserve.scheduler.waiting_queue import Key
 
+# (class, priority, tag): smaller goes first, then who came first. Class is 0, or 1 for what gives way and ages.
+# Requests of a smaller (class, priority) take the places of running ones of a larger; tags only order.
+Order = tuple[int, int, float]
 
-@dataclass(frozen=True, slots=True)
+CLASS_RANKS = {ServiceClass.INTERACTIVE: 0, ServiceClass.BACKGROUND: 1}
+BACKGROUND = CLASS_RANKS[ServiceClass.BACKGROUND]
+
+
+class Policy(Protocol):
+    """What the continuous scheduler asks, and what a class named by `EngineConfig.policy` has to offer.
+
+    It is made with the `ResolvedConfig` as its only argument and called from one thread. Inheriting from
+    `ChunkedPrefillPolicy` or `FairPolicy` and overriding `order` is enough for most.
+    """
+
+    @property
+    def max_prefill_chunk(self) -> int:
+        """Tokens, at least 1: what `is_long` and `lane_share` go by."""
+        ...
+
+    def order(self, request: Request, cost: float) -> Order:
+        """The place of a request that arrives; it keeps it. `cost`: tokens that it is expected to compute in all."""
+        ...
+
+    def admitted(self, request: Request, order: Order, cost: float) -> None:
+        """It starts for the first time. `order`, `cost`: as they were in `order()`."""
+        ...
+
+    def ended(self, request: Request, order: Order, unused: float) -> None:
+        """It ends, started or not; `unused` of its cost it did not compute (negative: it computed more)."""
+        ...
+
+    def is_long(self, num_uncomputed_tokens: int) -> bool:
+        """Whether a prompt belongs to the lane for long ones."""
+        ...
+
+    def lane_share(self, budget: int) -> int:
+        """Tokens that belong to the long prompt first, of what decoding left."""
+        ...
+
+    def divide(self, uncomputed: Sequence[int], budget: int) -> list[int]:
+        """Tokens granted to each prefilling request of a class, see `ChunkedPrefillPolicy.divide`."""
+        ...
+
+
 class ChunkedPrefillPolicy:
-    """First come, first served within a priority; long prompts in chunks.
+    """First come, first served within a class and priority; long prompts in chunks.
 
     Attributes:
       max_prefill_chunk: a request with more uncomputed tokens than this is long, and while others want to prefill
         it advances by at most that many a step.
     """
 
-    max_prefill_chunk: int
+    def __init__(self, max_prefill_chunk: int) -> None:
+        self.max_prefill_chunk = max_prefill_chunk
 
-    def key(self, request: Request, order_of_adding: int) -> Key:
-        """Sort key: lower priority number first, then arrival. A preempted request keeps its key, and so its turn."""
-        return request.priority, request.arrival_order, order_of_adding
+    def order(self, request: Request, cost: float) -> Order:
+        """Interactive before background, then lower priority numbers, then arrival."""
+        return CLASS_RANKS[request.service_class], request.priority, 0.0
+
+    def admitted(self, request: Request, order: Order, cost: float) -> None: ...
+
+    def ended(self, request: Request, order: Order, unused: float) -> None: ...
 
     def is_long(self, num_uncomputed_tokens: int) -> bool:
         return num_uncomputed_tokens > self.max_prefill_chunk
@@ -64,12 +112,12 @@ class ChunkedPrefillPolicy:
 
 
 class PrefillBudget:
-    """How much of a step's budget is spoken for while requests are being admitted.
+    """How much of a step's budget is spoken for while requests of a class are being admitted.
 
     Mirrors `ChunkedPrefillPolicy.divide` closely enough that whoever is admitted gets tokens in the same step.
     """
 
-    def __init__(self, policy: ChunkedPrefillPolicy, budget: int) -> None:
+    def __init__(self, policy: Policy, budget: int) -> None:
         self._policy = policy
         self._budget = budget
         self._short_tokens = 0
@@ -84,6 +132,10 @@ class PrefillBudget:
         self._long_tokens += num_uncomputed_tokens
         if self._lane_holder is None or key < self._lane_holder:
             self._lane_holder = key
+
+    def give_way(self, num_uncomputed_tokens: int) -> None:
+        """Leave tokens to a request of a class that goes first."""
+        self._budget = max(0, self._budget - num_uncomputed_tokens)
 
     def admits_short(self, *, long_waits: bool) -> bool:
         """Whether a short one would get a token; `long_waits`: keep room for a long one about to be admitted."""

@@ -9,48 +9,62 @@ the rest to prefills as `policy.py` says. Blocks never move once tokens are bein
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+
 from jaxserve.config import ResolvedConfig
-from jaxserve.request import Request, RequestStatus
+from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
+from jaxserve.request import Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
-from jaxserve.scheduler.base import BaseScheduler, Entry
+from jaxserve.scheduler.ageing import Ageing
+from jaxserve.scheduler.base import BaseScheduler, Entry, tokens_to_compute
 from jaxserve.scheduler.block_moves import BlockMoves
+from jaxserve.scheduler.decode_stall import largest_within
+from jaxserve.scheduler.forecast import Forecast, refusal_of
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
-from jaxserve.scheduler.policy import ChunkedPrefillPolicy, PrefillBudget
+from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Policy, PrefillBudget
 from jaxserve.scheduler.siblings import SiblingIndex
-from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.scheduler.step_time import StepTimeModel, work_of, work_of_chunks
 from jaxserve.scheduler.swap_cost import SwapCost
+from jaxserve.scheduler.ttft_record import TtftRecord
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.stats import EngineStats
+
+_PROMOTED = -(2**63)  # a priority before all others
+_PREDICT_EVERY = 8  # steps, where there is no target: so that predictions are compared with what comes
 
 
 class Scheduler(BaseScheduler):
-    """The order is (priority, arrival) everywhere. The first in it is never preempted, so there is always progress."""
+    """One order everywhere, that of the policy. The first in it is never preempted, so there is always progress."""
 
     def __init__(
         self,
         config: ResolvedConfig,
         num_blocks: int,
         step_times: StepTimeModel,
-        *,
+        policy: Policy,
         host: HostSpace | None = None,
-        policy: ChunkedPrefillPolicy | None = None,
     ) -> None:
         host = host or HostSpace()
         cost = SwapCost(host.block_bytes, config.block_size, config.max_num_batched_tokens, step_times)
         swap = HostSwap(HostTier(host.num_blocks), cost, keeps_evicted=config.enable_prefix_caching)
-        super().__init__(
-            config,
-            KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching, swap),
-            policy or ChunkedPrefillPolicy(config.max_prefill_chunk),
-            step_times,
-        )
+        kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching, swap)
+        super().__init__(config, kv, policy, step_times)
         # Apart, so that finding the first short one never means walking past a thousand long ones.
         self._short_queue = WaitingQueue()
         self._long_queue = WaitingQueue()
         self._siblings = SiblingIndex()
         self._preempted: list[Request] = []
+        self._ageing = Ageing(config.background_max_wait)
+        self._itl_targets: dict[str, float] = {}  # of running requests that have one
+        self._ttfts = TtftRecord()
+        self._predicted_step = -_PREDICT_EVERY
+        self._forecast = Forecast(
+            config, policy, step_times, self._lengths, kv, self._running, self._short_queue, self._long_queue
+        )
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.
@@ -58,7 +72,10 @@ class Scheduler(BaseScheduler):
         Args:
           now: seconds, of the clock of `Request.arrival_time`.
         """
+        self._now = now
         self._preempted = []
+        self._forecast.changed()
+        self._promote_aged()
         self._grow_running()
         if self._may_admit():
             self._admit_waiting()
@@ -75,6 +92,43 @@ class Scheduler(BaseScheduler):
         )
         self._step_id += 1
         return plan
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
+        self._forecast.changed()
+        return super().update_from_output(plan, result)
+
+    def note_first_tokens(self, updates: Sequence[RequestUpdate], now: float) -> None:
+        """Compare predicted times to first token with actual ones: what `update_from_output` returned came `now`."""
+        if not self._ttfts.awaits:
+            return
+        for update in updates:
+            if update.new_token_ids:
+                self._ttfts.first_token(update.request.request_id, now)
+            elif update.request.is_finished:
+                self._ttfts.forget(update.request.request_id)
+
+    def fill_stats(self, stats: EngineStats) -> None:
+        super().fill_stats(stats)
+        self._ttfts.fill_stats(stats, self._now)
+
+    # Before all: those that have waited too long.
+
+    def _promote_aged(self) -> None:
+        """Give a background request a place before all that wait, where others pass it no more, nor take its place."""
+        request_id = self._ageing.take_due(self._now)
+        if request_id is None:
+            return
+        entry = self._entries[request_id]
+        queue = self._short_queue if request_id in self._short_queue else self._long_queue
+        queue.remove(request_id)
+        self._counters.promotions += 1
+        entry.key = (
+            CLASS_RANKS[ServiceClass.INTERACTIVE],
+            _PROMOTED,
+            float(self._counters.promotions),
+            entry.key[3],
+        )
+        self._push(queue, entry)
 
     # Stage 1: blocks for those that run.
 
@@ -96,6 +150,8 @@ class Scheduler(BaseScheduler):
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._counters.preemptions += 1
+        self._counters.preemptions_by_class[request.service_class] += 1
+        entry.waiting_since = self._now
         self._preempted.append(request)
         self._enqueue(entry)
 
@@ -106,16 +162,18 @@ class Scheduler(BaseScheduler):
         heads = [head for queue in (self._short_queue, self._long_queue) if (head := queue.peek())]
         if not heads:
             return False
-        return bool(self._free_slots) or self._lower_priority_runs(self._entries[min(heads)[1]].request)
+        return bool(self._free_slots) or self._may_take_a_place(self._entries[min(heads)[1]])
 
     def _admit_waiting(self) -> None:
-        budget = self._prefill_budget()
+        budgets = self._prefill_budgets()
         long_open = True
         while True:
             first_long = self._long_queue.peek() if long_open else None
             first_short = self._short_queue.peek()
-            if first_short and not budget.admits_short(long_waits=first_long is not None):
-                first_short = None
+            if first_short:
+                long_waits = first_long is not None and first_long[0][0] <= first_short[0][0]
+                if not budgets[first_short[0][0]].admits_short(long_waits=long_waits):
+                    first_short = None
             if not first_short and not first_long:
                 return
             from_long = not first_short or (first_long is not None and first_long < first_short)
@@ -123,7 +181,8 @@ class Scheduler(BaseScheduler):
             assert head is not None
             entry = self._entries[head[1]]
             request = entry.request
-            if not self._free_slots and not self._lower_priority_runs(request):
+            budget = budgets[entry.key[0]]
+            if not self._free_slots and not self._may_take_a_place(entry):
                 return
             if request in self._preempted:
                 return  # it just made room for others
@@ -142,7 +201,7 @@ class Scheduler(BaseScheduler):
                         long_open = False
                     else:  # what was to make it short is gone
                         self._dequeue(entry)
-                        self._long_queue.push(entry.key, request.request_id)
+                        self._push(self._long_queue, entry)
                     continue
             elif not budget.admits_short(long_waits=False):
                 long_open = False  # only a head of the long queue gets here
@@ -151,19 +210,26 @@ class Scheduler(BaseScheduler):
             if not self._admit(entry, reuse):
                 return  # nobody behind may take the blocks that the head waits for
             budget.add(entry.key, num_uncomputed)
+            if entry.key[0] < BACKGROUND:
+                budgets[BACKGROUND].give_way(num_uncomputed)
+            if request.service_class is ServiceClass.INTERACTIVE:
+                self._ageing.interactive_admitted()
             if is_first and limit and not reuse.is_fork and self._kv.shares_prefixes:
                 self._counters.prefix_cache_queries += request.num_prompt_tokens
                 self._counters.prefix_cache_hits += reuse.num_tokens
                 self._kv.swap.count_hits(len(reuse.host_digests) * self._kv.block_size)
 
-    def _prefill_budget(self) -> PrefillBudget:
+    def _prefill_budgets(self) -> tuple[PrefillBudget, PrefillBudget]:
+        """By class; the second has what the first leaves."""
         unplanned = [(entry.key, entry.request.num_unplanned_tokens) for entry in self._running]
-        num_decodes = sum(1 for _, count in unplanned if count == 1)
-        budget = PrefillBudget(self._policy, self._config.max_num_batched_tokens - num_decodes)
+        left = self._config.max_num_batched_tokens - sum(1 for _, count in unplanned if count == 1)
+        budgets = PrefillBudget(self._policy, left), PrefillBudget(self._policy, left)
         for key, count in unplanned:
             if count > 1:
-                budget.add(key, count)
-        return budget
+                budgets[key[0]].add(key, count)
+                if key[0] < BACKGROUND:
+                    budgets[BACKGROUND].give_way(count)
+        return budgets
 
     def _reuse_limit(self, entry: Entry) -> int:
         """Most tokens to take from the cache: the logits of a cached position are not computed again."""
@@ -175,23 +241,29 @@ class Scheduler(BaseScheduler):
         return entry.num_scored_tokens - 1
 
     def _admit(self, entry: Entry, reuse: Reuse) -> bool:
-        """Start a waiting request, if need be in place of running ones of strictly lower priority."""
+        """Start a waiting request, if need be in place of running ones of a lower class or priority."""
         request = entry.request
         num_tokens = admission.tokens_to_start(request)
         missing = self._kv.num_missing(reuse, num_tokens)
         if missing > 0 or not self._free_slots:
-            lower = (e.request for e in reversed(self._running) if e.request.priority > request.priority)
+            if not self._may_take_a_place(entry):
+                return False
+            lower = (e.request for e in reversed(self._running) if e.key[:2] > entry.key[:2])
             victims = self._kv.victims_for(lower, missing, keep=frozenset(reuse.block_ids))
             if victims is None:
                 return False
+            self._counters.class_preemptions += len(victims)
             for victim in victims:
                 self._preempt(self._entries[victim.request_id])
         self._dequeue(entry)
         self._start(entry, self._kv.admit(request, reuse, num_tokens))
         return True
 
-    def _lower_priority_runs(self, request: Request) -> bool:
-        return bool(self._running) and self._running[-1].request.priority > request.priority
+    def _may_take_a_place(self, entry: Entry) -> bool:
+        """Whether anybody who runs gives way to it. One promoted is the next to start, and no more than that."""
+        if not self._running or entry.key[1] == _PROMOTED:
+            return False
+        return self._running[-1].key[:2] > entry.key[:2]
 
     # Stage 3: tokens.
 
@@ -206,10 +278,8 @@ class Scheduler(BaseScheduler):
                 prefills.append(entry)
         if not prefills:
             return tuple(decodes)
-        grants = self._policy.divide(
-            [entry.request.num_unplanned_tokens for entry in prefills],
-            self._config.max_num_batched_tokens - len(decodes),
-        )
+        budget = self._config.max_num_batched_tokens - len(decodes)
+        grants = self._grants(prefills, self._without_stall(decodes, prefills, budget))
         chunks = [
             self._scheduled(entry, grant) for entry, grant in zip(prefills, grants, strict=True) if grant
         ]
@@ -217,16 +287,88 @@ class Scheduler(BaseScheduler):
         chunks.sort(key=lambda item: item.num_scheduled_tokens > 1)
         return (*decodes, *chunks)
 
+    def _grants(self, prefills: list[Entry], budget: int) -> list[int]:
+        """Tokens for each, in their order: background prompts get what interactive ones leave."""
+        counts = [entry.request.num_unplanned_tokens for entry in prefills]
+        first = sum(1 for entry in prefills if entry.key[0] < BACKGROUND)
+        grants = self._policy.divide(counts[:first], budget) if first else []
+        if first < len(counts):
+            grants += self._policy.divide(counts[first:], budget - sum(grants))
+        return grants
+
+    def _without_stall(self, decodes: list[ScheduledRequest], prefills: list[Entry], budget: int) -> int:
+        """The part of the budget with which no stream beside waits longer for its token than its target."""
+        if not self._itl_targets:
+            return budget
+        targets = self._itl_targets
+        limit = min((targets.get(row.request.request_id, math.inf) for row in decodes), default=math.inf)
+        if limit == math.inf:
+            return budget
+
+        def seconds(tokens: int) -> float | None:
+            grants = self._grants(prefills, tokens)
+            chunks = [
+                (entry.request.num_planned_tokens, grant)
+                for entry, grant in zip(prefills, grants, strict=True)
+            ]
+            return self._step_times.predict(work_of_chunks(chunks, beside=decode_work))
+
+        decode_work = work_of(decodes)
+        within = largest_within(seconds, limit, budget)
+        self._counters.stall_cuts += within < budget
+        return within
+
+    # Whom to refuse.
+
+    def _check_target(self, entry: Entry, now: float) -> None:
+        request, target = entry.request, entry.request.targets.ttft_seconds
+        if target is None and self._step_id < self._predicted_step + _PREDICT_EVERY:
+            return
+        cached = self._kv.find_reusable(request, limit=self._reuse_limit(entry)).num_tokens
+        raw = self._forecast.ttft(entry, cached)
+        if raw is None or (not self._entries and self._ttfts.is_stale(now)):
+            return
+        correction = self._ttfts.correction(now)
+        predicted = now - request.arrival_time + raw * correction
+        if target is not None and predicted > target:
+            alone = self._forecast.ttft_alone(entry, cached)
+            raise refusal_of(predicted, target, None if alone is None else alone * correction)
+        self._predicted_step = self._step_id
+        self._ttfts.expect(request.request_id, request.arrival_time, now, raw)
+
+    def _seconds_to_drain(self, num_seqs: int, num_tokens: int) -> float | None:
+        waiting = self._forecast.waiting()
+        mean_tokens = max(1, waiting.tokens // max(waiting.seqs, 1))
+        seconds = self._forecast.departures(max(num_seqs, -(-num_tokens // mean_tokens)))
+        return None if seconds is None else seconds * self._ttfts.correction(self._now)
+
+    def _num_waiting_tokens(self) -> int:
+        return self._forecast.waiting().tokens
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        ended = super().abort(request_ids)
+        for request in ended:
+            self._ttfts.forget(request.request_id)
+        if ended:
+            self._forecast.changed()
+        return ended
+
     # Queues and groups.
 
     def _enqueue(self, entry: Entry) -> None:
         # By all known tokens; how many of them the cache saves is found out at the head of the queue.
         is_long = self._policy.is_long(entry.request.num_tokens)
-        queue = self._long_queue if is_long else self._short_queue
-        queue.push(entry.key, entry.request.request_id)
+        self._push(self._long_queue if is_long else self._short_queue, entry)
+
+    def _push(self, queue: WaitingQueue, entry: Entry) -> None:
+        request = entry.request
+        queue.push(entry.key, request.request_id, tokens_to_compute(request), self._lengths.expected(request))
+        if entry.key[0] == BACKGROUND:
+            self._ageing.waits(request.request_id, entry.waiting_since, entry.waited)
 
     def _dequeue(self, entry: Entry) -> None:
         request_id = entry.request.request_id
+        self._ageing.leaves(request_id)
         if request_id in self._short_queue:
             self._short_queue.remove(request_id)
         elif request_id in self._long_queue:
@@ -235,16 +377,20 @@ class Scheduler(BaseScheduler):
             assert self._siblings.unpark(entry.request), f"{request_id} waits nowhere"
 
     def _on_started(self, entry: Entry) -> None:
-        self._siblings.started(entry.request)
+        request = entry.request
+        self._siblings.started(request)
+        if request.targets.itl_seconds is not None:
+            self._itl_targets[request.request_id] = request.targets.itl_seconds
 
     def _on_stopped(self, entry: Entry) -> None:
+        self._itl_targets.pop(entry.request.request_id, None)
         for request_id in self._siblings.stopped(entry.request):
             self._enqueue(self._entries[request_id])
 
     def _on_prompt_computed(self, entry: Entry) -> None:
         for request_id in self._siblings.prompt_computed(entry.request.group_id):
             # A fork leaves it one token to compute, however long the prompt is.
-            self._short_queue.push(self._entries[request_id].key, request_id)
+            self._push(self._short_queue, self._entries[request_id])
 
     def check_integrity(self) -> None:
         super().check_integrity()

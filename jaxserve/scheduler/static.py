@@ -33,7 +33,8 @@ class StaticScheduler(BaseScheduler):
         self._num_columns = 0  # longest prompt of the batch
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Plan the next step, whatever the time. Its result must be accepted before the next plan is made."""
+        """Plan the next step. Its result must be accepted before the next plan is made."""
+        self._now = now
         if not self._running:
             self._start_batch()
         scheduled: list[ScheduledRequest] = []
@@ -73,7 +74,10 @@ class StaticScheduler(BaseScheduler):
         return min(start + max(1, self._config.max_num_batched_tokens // self._batch_size), self._num_columns)
 
     def _enqueue(self, entry: Entry) -> None:
-        self._queue.push(entry.key, entry.request.request_id)
+        self._queue.push(entry.key, entry.request.request_id, entry.request.num_tokens)
 
     def _dequeue(self, entry: Entry) -> None:
         self._queue.remove(entry.request.request_id)
+
+    def _num_waiting_tokens(self) -> int:
+        return self._queue.total().tokens

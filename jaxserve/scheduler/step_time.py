@@ -8,7 +8,7 @@ of its own. All of it is arithmetic on a few numbers, so that it costs microseco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,15 +43,24 @@ class StepWork:
 
 def work_of(scheduled: Sequence[ScheduledRequest], num_padding_tokens: int = 0) -> StepWork:
     """The work of a plan's rows."""
-    tokens = decode_keys = prefill_pairs = 0
-    for row in scheduled:
-        count, start = row.num_scheduled_tokens, row.num_computed_tokens
+    rows = ((row.num_computed_tokens, row.num_scheduled_tokens) for row in scheduled)
+    return work_of_chunks(rows, beside=StepWork(num_padding_tokens, 0))
+
+
+def work_of_chunks(chunks: Iterable[tuple[int, int]], *, beside: StepWork) -> StepWork:
+    """The work of (computed tokens, tokens to compute) of some rows, those without a token left out, and of others."""
+    tokens, seqs = beside.tokens, beside.seqs
+    decode_keys, prefill_pairs = beside.decode_keys, beside.prefill_pairs
+    for start, count in chunks:
+        if not count:
+            continue
         tokens += count
+        seqs += 1
         if count == 1:
             decode_keys += start + 1
         else:
             prefill_pairs += count * start + count * (count + 1) // 2
-    return StepWork(tokens + num_padding_tokens, len(scheduled), decode_keys, prefill_pairs)
+    return StepWork(tokens, seqs, decode_keys, prefill_pairs)
 
 
 @dataclass(frozen=True, slots=True)

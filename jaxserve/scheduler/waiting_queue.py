@@ -1,45 +1,136 @@
-"""A priority queue from which anything can be taken out: a heap with lazy deletion."""
+"""A priority queue from which anything can be taken out, and which knows how much work is ahead of a place in it."""
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
-Key = tuple[int, int, int]  # (priority, arrival_order, order of add()): smaller goes first; no two are equal
+# (class, priority, tag, order of add()), see `policy.Order`: smaller goes first; no two are equal.
+Key = tuple[int, int, float, int]
+
+_CHUNK = 256  # entries; a chunk of twice as many is split
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedWork:
+    """What a part of a queue amounts to.
+
+    Attributes:
+      seqs: sequences.
+      tokens: that they have to compute before their next output token.
+      outputs: output tokens that they are expected to produce.
+    """
+
+    seqs: int = 0
+    tokens: int = 0
+    outputs: int = 0
+
+    def __add__(self, other: QueuedWork) -> QueuedWork:
+        return QueuedWork(self.seqs + other.seqs, self.tokens + other.tokens, self.outputs + other.outputs)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Neighbours in the order, and the sums over them."""
+
+    keys: list[Key] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    tokens: int = 0
+    outputs: int = 0
 
 
 class WaitingQueue:
-    """Request ids by key. `push`, `pop` and `remove` are O(log n), amortised."""
+    """Request ids by key, in sorted chunks of some hundred.
+
+    `push` and `remove` cost O(log n) comparisons and move one chunk's pointers; `peek` is O(1); `ahead_of` adds up the
+    sums of n / 256 chunks, and one chunk.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Key, str]] = []
-        self._keys: dict[str, Key] = {}
+        self._chunks: list[_Chunk] = []  # none is empty
+        self._lasts: list[Key] = []  # the last key of each
+        self._entries: dict[str, tuple[Key, int, int]] = {}  # key, tokens, outputs
+        self._tokens = self._outputs = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._keys
+        return request_id in self._entries
 
-    def push(self, key: Key, request_id: str) -> None:
-        assert request_id not in self._keys, f"{request_id} is queued already"
-        self._keys[request_id] = key
-        heapq.heappush(self._heap, (key, request_id))
+    def push(self, key: Key, request_id: str, tokens: int = 0, outputs: int = 0) -> None:
+        """Queue an id; `tokens`, `outputs`: see `QueuedWork`."""
+        assert request_id not in self._entries, f"{request_id} is queued already"
+        self._entries[request_id] = key, tokens, outputs
+        if not self._chunks:
+            self._chunks.append(_Chunk())
+            self._lasts.append(key)
+        at = min(bisect_left(self._lasts, key), len(self._chunks) - 1)
+        chunk = self._chunks[at]
+        place = bisect_left(chunk.keys, key)
+        chunk.keys.insert(place, key)
+        chunk.ids.insert(place, request_id)
+        chunk.tokens += tokens
+        chunk.outputs += outputs
+        self._tokens += tokens
+        self._outputs += outputs
+        self._lasts[at] = chunk.keys[-1]
+        if len(chunk.keys) >= 2 * _CHUNK:
+            self._split(at)
+
+    def _split(self, at: int) -> None:
+        left, right = self._chunks[at], _Chunk()
+        right.keys, left.keys = left.keys[_CHUNK:], left.keys[:_CHUNK]
+        right.ids, left.ids = left.ids[_CHUNK:], left.ids[:_CHUNK]
+        for request_id in right.ids:
+            _, tokens, outputs = self._entries[request_id]
+            right.tokens += tokens
+            right.outputs += outputs
+        left.tokens -= right.tokens
+        left.outputs -= right.outputs
+        self._chunks.insert(at + 1, right)
+        self._lasts[at : at + 1] = [left.keys[-1], right.keys[-1]]
 
     def peek(self) -> tuple[Key, str] | None:
         """The first entry, left in the queue; None when empty."""
-        while self._heap:
-            key, request_id = self._heap[0]
-            if self._keys.get(request_id) == key:
-                return key, request_id
-            heapq.heappop(self._heap)
-        return None
+        if not self._chunks:
+            return None
+        chunk = self._chunks[0]
+        return chunk.keys[0], chunk.ids[0]
 
     def remove(self, request_id: str) -> None:
         """Take out an entry that is queued (KeyError otherwise)."""
-        del self._keys[request_id]
-        if self._heap[0][1] == request_id:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 64 and len(self._heap) > 2 * len(self._keys):
-            # Only mass aborts get here: rebuild before the dead outnumber the living.
-            self._heap = [(key, request_id) for request_id, key in self._keys.items()]
-            heapq.heapify(self._heap)
+        key, tokens, outputs = self._entries.pop(request_id)
+        at = bisect_left(self._lasts, key)
+        chunk = self._chunks[at]
+        place = bisect_left(chunk.keys, key)
+        del chunk.keys[place], chunk.ids[place]
+        chunk.tokens -= tokens
+        chunk.outputs -= outputs
+        self._tokens -= tokens
+        self._outputs -= outputs
+        if chunk.keys:
+            self._lasts[at] = chunk.keys[-1]
+        else:
+            del self._chunks[at], self._lasts[at]
+
+    def ahead_of(self, key: Key) -> QueuedWork:
+        """The work of all entries before `key`."""
+        at = bisect_left(self._lasts, key)
+        before = self._chunks[:at]
+        seqs = sum(len(chunk.keys) for chunk in before)
+        tokens = sum(chunk.tokens for chunk in before)
+        outputs = sum(chunk.outputs for chunk in before)
+        if at < len(self._chunks):
+            chunk = self._chunks[at]
+            place = bisect_left(chunk.keys, key)
+            seqs += place
+            for request_id in chunk.ids[:place]:
+                entry = self._entries[request_id]
+                tokens += entry[1]
+                outputs += entry[2]
+        return QueuedWork(seqs, tokens, outputs)
+
+    def total(self) -> QueuedWork:
+        """The work of all entries."""
+        return QueuedWork(len(self._entries), self._tokens, self._outputs)

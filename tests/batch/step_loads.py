@@ -38,7 +38,7 @@ def steps_of(arrivals: list[Arrival], limits: StepLimits) -> StepSizes:
         while waiting and waiting[-1][0] <= now:
             _, prompt, output = waiting.pop()
             name = f"r{len(waiting)}"
-            scheduler.add(make_request(name, [1] * prompt, output, order=-len(waiting)))
+            scheduler.add(make_request(name, [1] * prompt, output))
         plan = scheduler.schedule(0.0)
         result = ModelRunnerOutput()
         result.sampled_token_ids.update({row.request_id: [7] for row in plan.scheduled if row.samples})

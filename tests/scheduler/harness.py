@@ -42,7 +42,6 @@ class Harness:
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            request.arrival_order = len(self.requests)
             self.scheduler.add(request)
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []

@@ -72,20 +72,6 @@ def test_a_long_prompt_waiting_its_turn_does_not_hold_up_short_ones() -> None:
     assert harness.requests["short:0"].is_finished
 
 
-def test_requests_of_equal_priority_start_in_order_of_arrival_even_if_added_in_another() -> None:
-    harness = Harness(100, max_num_seqs=1)
-    requests = [make_request(name, 3, 1) for name in "abc"]
-    for request, order in zip(requests, (2, 0, 1), strict=True):
-        request.arrival_order = order
-        harness.scheduler.add(request)
-    started = []
-    while harness.scheduler.has_unfinished:
-        plan = harness.scheduler.schedule(0.0)
-        started += list(rows(plan))
-        harness.scheduler.update_from_output(plan, harness.runner.run(plan))
-    assert started == ["b:0", "c:0", "a:0"]
-
-
 def test_scheduling_alone_moves_no_counter() -> None:
     harness = Harness(100)
     harness.add(make_request("a", 10))

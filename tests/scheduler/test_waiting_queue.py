@@ -33,4 +33,4 @@ def test_removed_entries_do_not_pile_up() -> None:
     for number in range(10_000):
         queue.push((0, number, 0), str(number))
         queue.remove(str(number))
-    assert len(queue._heap) < 200
+    assert sum(len(chunk.keys) for chunk in queue._chunks) == len(queue._lasts) == 1

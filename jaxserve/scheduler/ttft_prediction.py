@@ -1,0 +1,134 @@
+"""When a request that comes now will have its first token, by what is known of the queue and of step times.
+
+Two things keep it waiting, at the same time: slots (and blocks) that others have to leave first, and prompt tokens that
+go first in the steps' budget. The steps that each takes are counted from sums, without walking the queue; a prediction
+is the time of as many steps as the longer one takes, of which so many are full of prompt tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.scheduler.policy import Policy
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork
+from jaxserve.scheduler.waiting_queue import QueuedWork
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What runs at one moment, seen by a request of some class and priority.
+
+    Attributes:
+      budget: most tokens of a step.
+      max_seqs: most sequences of a step.
+      decodes, decode_keys: rows that decode, and keys that they attend to together.
+      prefills: requests whose prompts are being computed and that go first.
+      short_tokens, long_tokens: what these have left, by lane.
+      ends: steps until each of those that keep their slots ends, ascending.
+      free_slots, free_blocks: with those of running requests that would give way.
+    """
+
+    budget: int
+    max_seqs: int
+    decodes: int
+    decode_keys: int
+    prefills: int
+    short_tokens: int
+    long_tokens: int
+    ends: tuple[int, ...]
+    free_slots: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """The request in question: tokens that it has to compute, and that it needn't; blocks that it needs."""
+
+    tokens: int
+    cached_tokens: int
+    is_long: bool
+    blocks: int
+
+
+def predict_ttft(
+    load: Load,
+    ahead_short: QueuedWork,
+    ahead_long: QueuedWork,
+    own: Newcomer,
+    policy: Policy,
+    steps: StepTimeModel,
+) -> float | None:
+    """Seconds until the first output token; None while step times are unknown.
+
+    Args:
+      ahead_short, ahead_long: the work of those that wait and go first, by lane.
+    """
+    # One long prompt at a time is admitted, and short ones needn't wait for the others.
+    ahead = ahead_short.seqs + (ahead_long.seqs if own.is_long else min(ahead_long.seqs, 1))
+    slot_steps = _steps_until_admitted(load, ahead, ahead_short + ahead_long, own)
+    in_the_end = min(load.max_seqs, load.decodes + load.prefills + ahead)
+    decodes = in_the_end if slot_steps else (load.decodes + in_the_end) / 2
+    budget = max(1.0, load.budget - decodes)
+    short = load.short_tokens + ahead_short.tokens + (0 if own.is_long else own.tokens)
+    long = load.long_tokens + ahead_long.tokens + (own.tokens if own.is_long else 0)
+    lane = min(float(policy.lane_share(int(budget))), budget) if long else 0.0
+    share = lane if own.is_long else budget - lane
+    mine = long if own.is_long else short
+    tokens = min(mine / max(share, 0.5), (short + long) / budget) * budget
+    others = max(0.0, tokens - own.tokens)
+    mean = others / max(1, load.prefills + ahead)
+    pairs = others * mean / 2 + own.tokens * (own.cached_tokens + own.tokens / 2)
+    keys = decodes * (load.decode_keys / load.decodes if load.decodes else mean)
+
+    def seconds(prefill: float) -> float | None:
+        rows = min(prefill, max(1.0, prefill * (load.prefills + ahead + 1) / max(tokens, 1.0)))
+        work = StepWork(
+            round(decodes + prefill),
+            round(decodes + rows),
+            round(keys),
+            round(pairs * prefill / max(tokens, 1.0)),
+        )
+        return steps.predict(work) if work.tokens else 0.0
+
+    full, last = divmod(tokens, budget)
+    num_prefill_steps = int(full) + (last > 0)
+    idle_steps = max(0, slot_steps + -(-own.tokens // int(budget)) - num_prefill_steps)
+    parts = [(full, seconds(budget)), (1, seconds(last) if last else 0.0), (idle_steps, seconds(0.0))]
+    total = 0.0
+    for count, each in parts:
+        if each is None:
+            return None
+        total += count * each
+    return total
+
+
+def predict_departure(load: Load, waiting: QueuedWork, number: int, steps: StepTimeModel) -> float | None:
+    """Seconds until so many of those that run have ended, while prompts of those that wait fill the steps."""
+    if not load.ends or number < 1:
+        return 0.0
+    rounds, index = divmod(number - 1, len(load.ends))
+    mean_outputs = waiting.outputs // max(waiting.seqs, 1)
+    count = load.ends[index] + rounds * max(1, mean_outputs)
+    each = steps.predict(
+        StepWork(load.decodes, load.decodes, load.decode_keys) if load.decodes else StepWork(1, 1)
+    )
+    return None if each is None else count * each
+
+
+def _steps_until_admitted(load: Load, ahead: int, queued: QueuedWork, own: Newcomer) -> int:
+    """Steps until enough others have ended for all who go first, and this one."""
+    mean_tokens = queued.tokens // max(queued.seqs, 1)
+    mean_outputs = max(1, queued.outputs // max(queued.seqs, 1))
+    block_size = max(1, (own.tokens + own.cached_tokens) // max(own.blocks, 1))
+    mean_blocks = mean_tokens // block_size + 1
+    for_others = max(0, load.free_blocks - own.blocks) // mean_blocks
+    fit_in_blocks = for_others + (load.free_blocks >= own.blocks)
+    room = min(load.free_slots, fit_in_blocks)
+    to_end = ahead + 1 - room
+    if to_end <= 0:
+        return 0
+    ends = sorted([*load.ends, *[mean_outputs] * min(room, ahead)])
+    if not ends:
+        return 0
+    rounds, index = divmod(to_end - 1, len(ends))
+    return ends[index] + rounds * mean_outputs
