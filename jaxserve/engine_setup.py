@@ -16,6 +16,7 @@ from jaxserve.device.attention import choose_attention
 from jaxserve.device.memory_plan import MemoryPlan, plan_memory
 from jaxserve.model_store import default_store
 from jaxserve.progress import Progress
+from jaxserve.scheduler.policy_loading import load_policy
 from pallas_kernels.paged_attention import Backend, DeviceFacts
 
 
@@ -44,6 +45,8 @@ def set_up(
     shapes = read_plan(Path(options.bucket_plan)) if options.bucket_plan else None
     checkpoint = open_checkpoint(resolve_model(str(model), store=store or default_store(), progress=progress))
     config = resolve(options, checkpoint.config, platform=device.platform)
+    if config.scheduler != "static":
+        load_policy(config)  # so that an error in it comes now
     attention = choose_attention(checkpoint.config, config, device)
     buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
     return EngineSetup(checkpoint, config, attention, buckets)

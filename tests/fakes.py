@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.outputs import BlockTransfers, ModelRunnerOutput, TokenLogprobs
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request, SamplingParams, ServiceClass, ServiceTargets
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 
 POISON = -1
@@ -49,6 +49,10 @@ def make_request(
     index: int = 0,
     n: int = 1,
     priority: int = 0,
+    client: str = "",
+    service_class: ServiceClass = ServiceClass.INTERACTIVE,
+    targets: ServiceTargets = ServiceTargets(),
+    arrival: float = 0.0,
     salt: str | None = None,
     stop: Iterable[int] = (),
     eos: Iterable[int] = (),
@@ -67,6 +71,10 @@ def make_request(
         max_tokens=max_tokens,
         stop_token_ids=frozenset([*stop, *eos]),
         priority=priority,
+        client=client,
+        service_class=service_class,
+        targets=targets,
+        arrival_time=arrival,
         cache_salt=salt,
     )
 

@@ -108,6 +108,30 @@ Scheduler = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PACKAGE.MODULE:CLASS",
+        help="Scheduling policy to use instead of the built-in one, from where Python finds modules.",
+        rich_help_panel=PANEL,
+    ),
+]
+MaxWaitingTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of prompts that may wait; more get 429 [default: no bound but --max-waiting].",
+        rich_help_panel=PANEL,
+    ),
+]
+BackgroundMaxWait = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Seconds after which interactive requests no longer pass a waiting background request.",
+        rich_help_panel=PANEL,
+    ),
+]
 AttentionBackend = Annotated[
     str,
     typer.Option(
@@ -197,6 +221,9 @@ def engine_config(
     record_steps: Path | None,
     program_cache_bytes: int,
     max_waiting: int = 4096,
+    max_waiting_tokens: int | None = None,
+    background_max_wait: float = 30.0,
+    policy: str | None = None,
 ) -> EngineConfig:
     """The configuration that the flags ask for."""
     return EngineConfig(
@@ -219,4 +246,7 @@ def engine_config(
         record_steps=None if record_steps is None else str(record_steps),
         program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        background_max_wait=background_max_wait,
+        policy=policy,
     )

@@ -46,8 +46,10 @@ def serve(
         ),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(min=1, help="Sequences that may wait; more get 503.", rich_help_panel=PANEL)
+        int, typer.Option(min=1, help="Sequences that may wait; more get 429.", rich_help_panel=PANEL)
     ] = 4096,
+    max_waiting_tokens: options.MaxWaitingTokens = None,
+    background_max_wait: options.BackgroundMaxWait = 30.0,
     shutdown_grace: Annotated[
         float,
         typer.Option(
@@ -76,6 +78,7 @@ def serve(
     memory_fraction: options.MemoryFraction = None,
     enable_prefix_caching: options.EnablePrefixCaching = True,
     scheduler: options.Scheduler = options.SchedulerChoice.continuous,
+    policy: options.Policy = None,
     attention_backend: options.AttentionBackend = "auto",
     deterministic: options.Deterministic = False,
     overlap: options.Overlap = None,
@@ -126,6 +129,9 @@ def serve(
         record_steps=record_steps,
         program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        background_max_wait=background_max_wait,
+        policy=policy,
     )
     names = tuple(served_model_name or ())
     sock = bind(host, port)

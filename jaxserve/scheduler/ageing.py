@@ -36,16 +36,17 @@ class Ageing:
             heapq.heapify(self._heap)
 
     def interactive_admitted(self) -> None:
-        self._credit = min(self._credit + 1, INTERACTIVE_PER_PROMOTION)
+        self._credit += 1
 
     def take_due(self, now: float) -> str | None:
-        """The one to promote now, who is forgotten here by that; None if there is none, or it is not yet time."""
+        """The next one to promote now, who is forgotten here by that; None when it is nobody's time yet."""
         if self._credit < INTERACTIVE_PER_PROMOTION:
             return None
         while self._heap and self._heap[0][0] <= now:
             due, _, request_id = heapq.heappop(self._heap)
             if self._due.get(request_id) == due:
                 del self._due[request_id]
-                self._credit = 0
+                self._credit -= INTERACTIVE_PER_PROMOTION
                 return request_id
+        self._credit = INTERACTIVE_PER_PROMOTION  # nothing is saved up while nobody is due
         return None

@@ -114,21 +114,15 @@ class Scheduler(BaseScheduler):
     # Before all: those that have waited too long.
 
     def _promote_aged(self) -> None:
-        """Give a background request a place before all that wait, where others pass it no more, nor take its place."""
-        request_id = self._ageing.take_due(self._now)
-        if request_id is None:
-            return
-        entry = self._entries[request_id]
-        queue = self._short_queue if request_id in self._short_queue else self._long_queue
-        queue.remove(request_id)
-        self._counters.promotions += 1
-        entry.key = (
-            CLASS_RANKS[ServiceClass.INTERACTIVE],
-            _PROMOTED,
-            float(self._counters.promotions),
-            entry.key[3],
-        )
-        self._push(queue, entry)
+        """Put background requests before all that wait; then nobody passes them any more, nor takes their places."""
+        while (request_id := self._ageing.take_due(self._now)) is not None:
+            entry = self._entries[request_id]
+            queue = self._short_queue if request_id in self._short_queue else self._long_queue
+            queue.remove(request_id)
+            self._counters.promotions += 1
+            turn = float(self._counters.promotions)
+            entry.key = (CLASS_RANKS[ServiceClass.INTERACTIVE], _PROMOTED, turn, entry.key[3])
+            self._push(queue, entry)
 
     # Stage 1: blocks for those that run.
 

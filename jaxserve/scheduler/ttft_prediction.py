@@ -82,12 +82,9 @@ def predict_ttft(
 
     def seconds(prefill: float) -> float | None:
         rows = min(prefill, max(1.0, prefill * (load.prefills + ahead + 1) / max(tokens, 1.0)))
-        work = StepWork(
-            round(decodes + prefill),
-            round(decodes + rows),
-            round(keys),
-            round(pairs * prefill / max(tokens, 1.0)),
-        )
+        step_tokens = min(load.budget, round(decodes + prefill))
+        step_seqs = min(load.max_seqs, step_tokens, round(decodes + rows))  # there is no shape for more
+        work = StepWork(step_tokens, step_seqs, round(keys), round(pairs * prefill / max(tokens, 1.0)))
         return steps.predict(work) if work.tokens else 0.0
 
     full, last = divmod(tokens, budget)
