@@ -15,10 +15,12 @@ logger = logging.getLogger("pallas_kernels.paged_attention")
 
 _MODULES = {
     "xla": "pallas_kernels.paged_attention.xla",
+    "cpu-native": "pallas_kernels.paged_attention.cpu_native",
     "pallas-triton": "pallas_kernels.paged_attention.pallas_triton",
     "pallas-mosaic-gpu": "pallas_kernels.paged_attention.pallas_mosaic_gpu",
 }
-_FASTEST_FIRST = ("pallas-mosaic-gpu", "pallas-triton")
+_FASTEST_FIRST = ("pallas-mosaic-gpu", "pallas-triton")  # on a GPU
+_CPU_NATIVE = "cpu-native"
 _INTERPRET = "-interpret"
 _ANY_INTERPRETED = "pallas-interpret"
 _INTERPRETED = tuple(name + _INTERPRET for name in _FASTEST_FIRST)
@@ -31,7 +33,7 @@ class Backend:
     Attributes:
       name: as `backend_names` lists it.
       interpret: run a GPU kernel's code on the CPU, slowly, to debug it.
-      tuning: tile sizes; None for XLA.
+      tuning: tile sizes; None on a CPU.
       max_splits: most splits of a decode row's context. A row's split depends on its own length alone.
       deterministic: a row's bits are a function of its own sequence alone, also whether it is decoded or part of a
         prefill chunk.
@@ -58,7 +60,7 @@ def resolve_backend(
     """The backend that runs for `name`: "auto" is the fastest that supports the call.
 
     Args:
-      deterministic: see `Backend`. Only "xla" on a CPU can promise that so far.
+      deterministic: see `Backend`. Only those for a CPU can promise that so far.
 
     Raises:
       ValueError: no backend of that name exists; the text lists those that do.
@@ -66,7 +68,9 @@ def resolve_backend(
     """
     candidates: tuple[str, ...]
     if name == "auto":
-        candidates = (*_FASTEST_FIRST, "xla") if device.platform == "gpu" else ("xla",)
+        candidates = {"gpu": (*_FASTEST_FIRST, "xla"), "cpu": (_CPU_NATIVE, "xla")}.get(
+            device.platform, ("xla",)
+        )
     elif name == _ANY_INTERPRETED:
         candidates = _INTERPRETED
     elif name in backend_names():
@@ -105,12 +109,16 @@ def module_of(backend: Backend) -> ModuleType:
 def _prepare(name: str, spec: AttentionSpec, device: DeviceFacts, deterministic: bool) -> Backend:
     interpret = name.endswith(_INTERPRET)
     name = name.removesuffix(_INTERPRET)
-    if deterministic and (name != "xla" or device.platform != "cpu"):
+    if deterministic and (name not in ("xla", _CPU_NATIVE) or device.platform != "cpu"):
         raise NotImplementedError(
-            f"{name} on a {device.platform} promises no bit-equal results: deterministic mode needs xla on a cpu"
+            f"{name} on a {device.platform} promises no bit-equal results: deterministic mode needs {_CPU_NATIVE} or "
+            "xla, on a cpu"
         )
     if name == "xla":
         return Backend("xla", deterministic=deterministic)
+    if name == _CPU_NATIVE:
+        module_of(Backend(name)).check(spec, device)
+        return Backend(name, deterministic=deterministic)
     if not interpret and device.platform != "gpu":
         raise NotImplementedError(
             f"{name} needs an NVIDIA GPU, this is a {device.platform}; {name}{_INTERPRET} runs its code slowly here"

@@ -1,0 +1,126 @@
+"""The compiled code behind `cpu_native`: built by the machine's own C++ compiler on first use, and kept.
+
+It is kept under a name that depends on the source, the compiler, the flags, the CPU and jaxlib, in a folder that only
+this user may write to, with its checksum beside it. Several processes may build it at once: each renames its own
+files into place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jaxlib
+
+SOURCE = Path(__file__).with_name("cpu_native.cc")
+TARGETS = {"float32": "paged_attention_float32", "bfloat16": "paged_attention_bfloat16"}
+
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+_TIMEOUT_SECONDS = 300
+
+
+@functools.cache
+def load() -> None:
+    """Register the library's functions with XLA, under the names in `TARGETS`; once a process.
+
+    Raises:
+      NotImplementedError: it can't be built or loaded here; the text says why.
+    """
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
+    if compiler is None:
+        raise NotImplementedError("there is no C++ compiler (g++ or clang++) to build it with")
+    try:
+        path = _folder() / f"cpu_attention-{_digest(compiler)}.so"
+        if not _is_whole(path):
+            _build(compiler, path)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotImplementedError(f"its library can't be built or loaded: {error}") from error
+    for name in TARGETS.values():
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+
+
+def _folder() -> Path:
+    """Raises OSError: it can't be made, or somebody else could put a library there."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "jaxserve" / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{folder}: must belong to this user, and nobody else may write there")
+    return folder
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _checksum(path) == _checksum_file(path).read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _digest(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    facts = (
+        SOURCE.read_bytes(),
+        version,
+        repr(_FLAGS).encode(),
+        _cpu().encode(),
+        jaxlib.__version__.encode(),
+    )
+    return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Raises OSError or NotImplementedError."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(built)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                timeout=_TIMEOUT_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NotImplementedError(
+                f"{compiler} took more than {_TIMEOUT_SECONDS} s to build it"
+            ) from error
+        if done.returncode:
+            said = " ".join(done.stderr.split())[:300]
+            raise NotImplementedError(
+                f"{compiler} could not build it: {said or f'exit code {done.returncode}'}"
+            )
+        checksum = _checksum_file(built)
+        checksum.write_text(_checksum(built))
+        checksum.replace(_checksum_file(path))
+        built.replace(path)

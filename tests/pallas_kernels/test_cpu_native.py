@@ -1,0 +1,220 @@
+"""The C++ backend against the float64 reference, with NaN in every slot that no token fills; and its library."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.paged_attention import AttentionSpec, DeviceFacts, resolve_backend
+from pallas_kernels.paged_attention.backends import Backend
+from tests.pallas_kernels.problems import (
+    Problem,
+    appended_to,
+    expected,
+    in_dtype,
+    make_problem,
+    padded_to,
+    run,
+    run_decode,
+)
+
+NATIVE = Backend("cpu-native")
+CPU = DeviceFacts("cpu")
+SPEC = AttentionSpec(9, 3, 64, 32, "float32", "float32")
+LENGTHS = st.lists(
+    st.tuples(st.integers(0, 150), st.sampled_from([1, 1, 1, 2, 15, 16, 17, 70])), min_size=1, max_size=11
+)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "block_size"),
+    [(1, 1, 8, 1), (2, 3, 16, 16), (3, 4, 72, 7), (1, 7, 128, 100), (2, 8, 64, 32)],
+)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=LENGTHS,
+    window=st.sampled_from([None, None, 1, 17, 128]),
+    cap=st.sampled_from([None, None, 1.5]),
+    scale=st.sampled_from([None, 0.0, -0.3]),
+)
+def test_matches_reference(kv_heads, group, head_dim, block_size, seed, lengths, window, cap, scale) -> None:
+    problem = make_problem(
+        np.random.default_rng(seed),
+        contexts=[context for context, _ in lengths],
+        query_lens=[queries for _, queries in lengths],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    problem = dataclasses.replace(
+        problem, sliding_window=window, soft_cap=cap, scale=problem.scale if scale is None else scale
+    )
+    most = -(-220 // block_size)
+    out = run(padded_to(problem, tokens=11 * 70 + 6, seqs=12, width=most + 2, blocks=11 * most + 4), NATIVE)
+    assert np.isfinite(out).all(), "padding rows must be finite as well"
+    real = problem.cu_q_lens[problem.num_seqs]
+    np.testing.assert_allclose(out[:real], expected(problem)[:real], atol=6e-6, rtol=0)
+
+
+@pytest.mark.parametrize("context", [0, 31, 32, 63, 64, 127, 1000])
+def test_bfloat16(context: int) -> None:
+    rng = np.random.default_rng(context)
+    problem = make_problem(
+        rng, contexts=[context, 5], query_lens=[1, 40], heads=9, kv_heads=3, head_dim=64, block_size=32
+    )
+    problem = in_dtype(problem, "bfloat16")
+    truth = expected(problem)
+    # Sums are in float32: what is lost is the rounding of the result.
+    assert np.abs(run(problem, NATIVE) - truth).max() <= 2**-8 * np.abs(truth).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("query_len", [1, 37])
+def test_a_row_does_not_depend_on_its_batch_mates(query_len: int, window: int | None, dtype: str) -> None:
+    """Bit for bit: alone, last of many, in other paddings, and in whatever order threads take the rows."""
+    rng = np.random.default_rng(7)
+    shape = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 32}
+    alone = make_problem(rng, contexts=[333], query_lens=[query_len], pad_tokens=3, **shape)
+    mates = make_problem(rng, contexts=[600, 1, 90, 411], query_lens=[1, 1, 1, 50], **shape)
+    alone, mates = (
+        in_dtype(dataclasses.replace(problem, sliding_window=window), dtype) for problem in (alone, mates)
+    )
+    together, row = appended_to(mates, alone)
+    first = run(alone, NATIVE)[:query_len]
+    for _ in range(5):
+        np.testing.assert_array_equal(run(together, NATIVE)[row : row + query_len], first)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_how_it_is_computed(dtype: str) -> None:
+    """Bit for bit: the last rows of a chunk, decoded instead, or in a smaller chunk."""
+    shape = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}
+    whole = make_problem(np.random.default_rng(700), contexts=[663], query_lens=[37], **shape)
+    whole = in_dtype(dataclasses.replace(whole, q=4 * whole.q), dtype)  # peaks that move
+    rows = run(whole, NATIVE)
+    for count in (1, 2, 9):
+        np.testing.assert_array_equal(run(_decoded(whole, count), NATIVE), rows[-count:])
+    chunk = dataclasses.replace(whole, q=whole.q[-5:], cu_q_lens=np.array([0, 5], np.int32))
+    np.testing.assert_array_equal(run(chunk, NATIVE), rows[-5:])
+
+
+def _decoded(problem: Problem, count: int) -> Problem:
+    length = problem.seq_lens[0]
+    return dataclasses.replace(
+        problem,
+        q=problem.q[-count:],
+        block_tables=np.repeat(problem.block_tables, count, axis=0),
+        seq_lens=np.arange(length - count + 1, length + 1, dtype=np.int32),
+        cu_q_lens=np.arange(count + 1, dtype=np.int32),
+        num_decodes=count,
+        num_seqs=count,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decode_and_nan_of_one_row(dtype: str) -> None:
+    """Rows from num_seqs on and empty ones are 0; a row whose own tokens are NaN fails alone."""
+    problem = make_problem(
+        np.random.default_rng(3),
+        contexts=[140, 300, 8, 0, 31],
+        query_lens=[1] * 5,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        block_size=8,
+        pad_seqs=3,
+        pad_tokens=3,
+    )
+    problem = in_dtype(problem, dtype)
+    out = run_decode(problem, NATIVE)
+    np.testing.assert_allclose(
+        out[:5], expected(problem)[:5], atol=3e-6 if dtype == "float32" else 1e-2, rtol=0
+    )
+    assert not out[5:].any()
+    fewer = run_decode(dataclasses.replace(problem, num_seqs=2), NATIVE)
+    np.testing.assert_array_equal(fewer[:2], out[:2])
+    assert not fewer[2:].any(), "rows from num_seqs on are 0"
+    v_cache = problem.v_cache.copy()
+    v_cache[problem.block_tables[0, 0]] = np.nan
+    sick = run_decode(dataclasses.replace(problem, v_cache=v_cache), NATIVE)
+    assert np.isnan(sick[0]).all()
+    np.testing.assert_array_equal(sick[1:5], out[1:5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dtype": "float16", "kv_dtype": "float16"}, "float32 and bfloat16"),
+        ({"kv_dtype": "int8"}, "float32 and bfloat16"),
+        ({"head_dim": 20}, "multiple of 8"),
+        ({"head_dim": 520}, "multiple of 8"),
+        ({"num_heads": 195}, "query heads"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_and_auto_goes_on_to_xla(changes: dict[str, object], said: str) -> None:
+    spec = dataclasses.replace(SPEC, **changes)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match=said):
+        resolve_backend("cpu-native", spec=spec, device=CPU)
+    assert resolve_backend("auto", spec=spec, device=CPU).name == "xla"
+    with pytest.raises(NotImplementedError, match="this is a gpu"):
+        resolve_backend("cpu-native", spec=SPEC, device=DeviceFacts("gpu", (9, 0), 132))
+
+
+def _choose(cache: Path, **environment: str) -> str:
+    """What a process of its own chooses, and why, in words."""
+    code = (
+        "import logging; logging.basicConfig(level='INFO')\n"
+        "from pallas_kernels.paged_attention import *\n"
+        f"spec = {SPEC!r}\n"
+        "print(resolve_backend('auto', spec=spec, device=DeviceFacts('cpu')).name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(cache),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            **environment,
+        },
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken"])
+def test_without_a_compiler_that_works_it_is_xla_and_says_why(kind: str, tmp_path: Path) -> None:
+    said = _choose(tmp_path, CXX=str(tmp_path / "none") if kind == "missing" else "/bin/false")
+    assert said.startswith("xla\n")
+    assert "cpu-native is not used: " in said
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path) -> None:
+    folder = tmp_path / "jaxserve" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert "nobody else may write there" in _choose(tmp_path)
+
+
+def test_it_is_built_once_and_a_damaged_library_is_rebuilt(tmp_path: Path) -> None:
+    assert _choose(tmp_path).startswith("cpu-native\n")
+    [library] = tmp_path.rglob("*.so")
+    built = library.stat().st_mtime_ns
+    assert _choose(tmp_path, PATH=os.environ["PATH"]).startswith("cpu-native\n")
+    assert library.stat().st_mtime_ns == built
+    library.write_bytes(library.read_bytes()[:1000])
+    assert _choose(tmp_path).startswith("cpu-native\n")
+    assert library.stat().st_size > 1000
