@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from jaxserve.config import ModelConfig, Quantization
+from jaxserve.models.layers import Product, project, use_product
 from jaxserve.models.quantization import quantise_modules
 from jaxserve.models.registry import get_family
 
@@ -78,8 +79,12 @@ def split_model(
     dtype: Any,
     deterministic: bool = False,
     quantization: Quantization | None = None,
+    product: Product = project,
 ) -> tuple[StepModel, StepParams]:
     """The model in parts, with `jax.ShapeDtypeStruct` for parameters. Allocates nothing.
+
+    Args:
+      product: how float matrices are applied.
 
     Raises:
       CheckpointError: the configuration is none that its family can build.
@@ -87,11 +92,12 @@ def split_model(
 
     def abstract(config: ModelConfig) -> Any:
         build = get_family(config.architecture).build
-        return nnx.eval_shape(
-            lambda: quantise_modules(
-                build(config, dtype=dtype, rngs=nnx.Rngs(0), deterministic=deterministic), quantization
-            )
-        )
+
+        def make() -> Any:
+            whole = build(config, dtype=dtype, rngs=nnx.Rngs(0), deterministic=deterministic)
+            return use_product(quantise_modules(whole, quantization), product)
+
+        return nnx.eval_shape(make)
 
     bare = abstract(dataclasses.replace(model, num_layers=0))
     ends, ends_state = nnx.split(bare)

@@ -7,6 +7,7 @@ never transposes. Norms compute in float32 whatever the weights' dtype is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,14 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
     return _ACTIVATIONS[name]
 
 
+class Product(Protocol):
+    """`project`, or another way to do the same."""
+
+    def __call__(
+        self, x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | None = None
+    ) -> jax.Array: ...
+
+
 def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """``x @ kernel.T`` -> [..., O], in x's dtype unless `out_dtype` is given.
 
@@ -57,6 +66,14 @@ def _scaled_normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, sca
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype)
 
 
+def use_product(model: Any, product: Product) -> Any:
+    """`model` with `product` in the place of `project` wherever a matrix is applied, so that models need not know."""
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "project"):
+            module.project = product
+    return model
+
+
 class Linear(nnx.Module):
     """Affine map [..., in] -> [..., out]. `kernel` is [out, in]; `bias`, if asked for, is [out]."""
 
@@ -64,12 +81,13 @@ class Linear(nnx.Module):
         self, in_features: int, out_features: int, *, use_bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
     ):
         self.kernel = nnx.Param(_scaled_normal(rngs, (out_features, in_features), dtype, in_features**-0.5))
+        self.project: Product = project
         self.use_bias = use_bias
         if use_bias:
             self.bias = nnx.Param(jnp.zeros((out_features,), dtype))
 
     def __call__(self, x_TI: jax.Array) -> jax.Array:
-        y_TO = project(x_TI, self.kernel[...])
+        y_TO = self.project(x_TI, self.kernel[...])
         return y_TO + self.bias[...] if self.use_bias else y_TO
 
 

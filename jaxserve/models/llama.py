@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from jaxserve.models.layers import Embedding, GatedMLP, Linear, Product, RMSNorm, project
 from jaxserve.models.registry import WeightSpec
 from jaxserve.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 
@@ -107,6 +107,7 @@ class LlamaForCausalLM(nnx.Module):
         dtype = jnp.dtype(dtype)
         rope_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
         self.config = config
+        self.project: Product = project
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
             [
@@ -160,7 +161,7 @@ class LlamaForCausalLM(nnx.Module):
         """[S, D] (normed) -> float32 [S, V], whatever the model's dtype is."""
         head = self.embed_tokens.embedding if self.config.tie_word_embeddings else self.lm_head.kernel
         with jax.named_scope("lm_head"):
-            return project(hidden_SD, head[...], out_dtype=jnp.dtype(jnp.float32))
+            return self.project(hidden_SD, head[...], out_dtype=jnp.dtype(jnp.float32))
 
 
 def weight_specs(config: ModelConfig) -> list[WeightSpec]:

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU in compiled C++ (`cpu_native.cc`), called by XLA programs through its foreign functions.
+"""Paged attention on a CPU in compiled C++ (`cpu_native.h`), called by XLA programs through its foreign functions.
 
 XLA's own products of the small matrices that decoding multiplies run on one core, and far below the memory's speed.
 """
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.paged_attention import cpu_library
+from pallas_kernels.native import library
 from pallas_kernels.paged_attention.backends import Backend
 from pallas_kernels.paged_attention.spec import AttentionSpec, DeviceFacts
 
+_TARGETS = {"float32": "paged_attention_float32", "bfloat16": "paged_attention_bfloat16"}
 _LANES, _MOST_HEAD_DIM, _MOST_GROUP = 8, 512, 64
 
 
@@ -24,7 +25,7 @@ def check(spec: AttentionSpec, device: DeviceFacts) -> None:
     """
     if device.platform != "cpu":
         raise NotImplementedError(f"cpu-native needs a CPU, this is a {device.platform}")
-    if spec.dtype not in cpu_library.TARGETS or spec.is_quantised:
+    if spec.dtype not in _TARGETS or spec.is_quantised:
         raise NotImplementedError(
             f"cpu-native takes float32 and bfloat16, queries and cache alike, not {spec.dtype} and {spec.kv_dtype}"
         )
@@ -33,7 +34,7 @@ def check(spec: AttentionSpec, device: DeviceFacts) -> None:
             f"cpu-native takes a head_dim of a multiple of {_LANES} up to {_MOST_HEAD_DIM} and up to {_MOST_GROUP} "
             f"query heads for each KV head, not {spec.head_dim} and {spec.group}"
         )
-    cpu_library.load()
+    library.load()
 
 
 def ragged_paged_attention(
@@ -113,12 +114,12 @@ def _call(
     soft_cap: float | None,
     sliding_window: int | None,
 ) -> jax.Array:
-    name = cpu_library.TARGETS.get(str(q_THd.dtype))
+    name = _TARGETS.get(str(q_THd.dtype))
     if name is None or k_cache_NKbd.dtype != q_THd.dtype:
         raise NotImplementedError(
             f"cpu-native takes no queries of {q_THd.dtype} over a {k_cache_NKbd.dtype} cache"
         )
-    cpu_library.load()
+    library.load()
     attend = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(q_THd.shape, q_THd.dtype))
     return attend(
         q_THd,

@@ -1,4 +1,4 @@
-"""The compiled code behind `cpu_native`: built by the machine's own C++ compiler on first use, and kept.
+"""C++ for CPUs that compiled XLA programs call: built by the machine's own C++ compiler on first use, and kept.
 
 It is kept under a name that depends on the source, the compiler, the flags, the CPU and jaxlib, in a folder that only
 this user may write to, with its checksum beside it. Several processes may build it at once: each renames its own
@@ -21,17 +21,25 @@ from pathlib import Path
 import jax
 import jaxlib
 
-SOURCE = Path(__file__).with_name("cpu_native.cc")
-TARGETS = {"float32": "paged_attention_float32", "bfloat16": "paged_attention_bfloat16"}
+_INCLUDE = Path(__file__).parents[1]
+_SOURCE = Path(__file__).with_name("library.cc")
+_HEADERS = ("native/vectors.h", "native/threads.h", "linear/cpu_native.h", "paged_attention/cpu_native.h")
+_TARGETS = (
+    "paged_attention_float32",
+    "paged_attention_bfloat16",
+    "linear_float32_float32",
+    "linear_bfloat16_bfloat16",
+    "linear_bfloat16_float32",
+)
 
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _TIMEOUT_SECONDS = 300
 
 
 @functools.cache
 def load() -> None:
-    """Register the library's functions with XLA, under the names in `TARGETS`; once a process.
+    """Register the library's functions with XLA under their own names; once a process.
 
     Raises:
       NotImplementedError: it can't be built or loaded here; the text says why.
@@ -40,13 +48,13 @@ def load() -> None:
     if compiler is None:
         raise NotImplementedError("there is no C++ compiler (g++ or clang++) to build it with")
     try:
-        path = _folder() / f"cpu_attention-{_digest(compiler)}.so"
+        path = _folder() / f"jaxserve-{_digest(compiler)}.so"
         if not _is_whole(path):
             _build(compiler, path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NotImplementedError(f"its library can't be built or loaded: {error}") from error
-    for name in TARGETS.values():
+    for name in _TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
@@ -78,13 +86,8 @@ def _checksum_file(path: Path) -> Path:
 
 def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    facts = (
-        SOURCE.read_bytes(),
-        version,
-        repr(_FLAGS).encode(),
-        _cpu().encode(),
-        jaxlib.__version__.encode(),
-    )
+    sources = [_SOURCE.read_bytes(), *((_INCLUDE / name).read_bytes() for name in _HEADERS)]
+    facts = (*sources, version, repr(_FLAGS).encode(), _cpu().encode(), jaxlib.__version__.encode())
     return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
 
 
@@ -101,7 +104,8 @@ def _build(compiler: str, path: Path) -> None:
     """Raises OSError or NotImplementedError."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(built)]
+        folders = ("-I", str(_INCLUDE), "-I", jax.ffi.include_dir())
+        command = [compiler, *_FLAGS, *folders, str(_SOURCE), "-o", str(built)]
         try:
             done = subprocess.run(
                 command,

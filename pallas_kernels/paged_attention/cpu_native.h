@@ -1,73 +1,30 @@
-// Paged attention for CPUs, called from compiled XLA programs (XLA's foreign function interface).
+// Paged attention for CPUs.
 //
 // Every query walks its own context, key after key in their order, whatever is computed beside it: a row's bits are a
 // function of its own sequence alone, also whether it is decoded or part of a prefill chunk. Sums are in float32, with an
 // online softmax (arXiv 1805.02867) that is rescaled once a window of keys.
-//
-// Vectors are the compiler's own (GCC and Clang), so there is one source for all instruction sets.
 
-#include <atomic>
+#pragma once
+
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <thread>
 #include <vector>
 
+#include "native/threads.h"
+#include "native/vectors.h"
 #include "xla/ffi/api/ffi.h"
+
+namespace native::attention {
 
 namespace ffi = xla::ffi;
 
-namespace {
-
-constexpr int kLanes = 8;
 constexpr int kWindow = 64;       // most keys between two rescalings
 constexpr int kTileQueries = 16;  // queries of one chunk that walk the context together
 constexpr int kPiece = 8;         // vectors of a head that are summed in registers at a time
 constexpr int kMostHeadDim = 512;
 constexpr int kMostGroup = 64;
-constexpr int64_t kWorthAThread = 1 << 15;  // multiply-adds; less is done sooner than another thread wakes up
-
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-struct Bfloat16 {
-  uint16_t bits;
-};
-
-inline Vec load(const float* from) {
-  Vec v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-inline Vec load(const Bfloat16* from) {
-  Halves half;
-  std::memcpy(&half, from, sizeof half);
-  Bits wide = __builtin_convertvector(half, Bits) << 16;
-  Vec v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
-inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
-
-// To the nearest, ties to even; a NaN stays one.
-inline void store(Bfloat16* to, Vec v) {
-  Bits bits, nan = Bits(v != v);
-  std::memcpy(&bits, &v, sizeof bits);
-  bits += 0x7fff + ((bits >> 16) & 1);
-  bits = (bits & ~nan) | (nan & 0x7fc00000);
-  Halves half = __builtin_convertvector(bits >> 16, Halves);
-  std::memcpy(to, &half, sizeof half);
-}
-
-inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
-
-inline float sum(Vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
 
 // 2 ** x for x <= 0, to a few units in the last place; 0 below -126.
 inline Vec exp2_of_negative(Vec x) {
@@ -76,13 +33,13 @@ inline Vec exp2_of_negative(Vec x) {
   Vec r = x - __builtin_convertvector(whole, Vec);       // in [-0.5, 0.5]
   // Taylor of 2 ** r in powers of ln 2: the error of degree 7 is below 1e-8 there.
   Vec p = all(1.5252733804059841e-5f);
-  p = p * r + 1.5403530393381608e-4f;
-  p = p * r + 1.3333558146428443e-3f;
-  p = p * r + 9.6181291076284772e-3f;
-  p = p * r + 5.5504108664821580e-2f;
-  p = p * r + 2.4022650695910071e-1f;
-  p = p * r + 6.9314718055994531e-1f;
-  p = p * r + 1.f;
+  p = fused(p, r, all(1.5403530393381608e-4f));
+  p = fused(p, r, all(1.3333558146428443e-3f));
+  p = fused(p, r, all(9.6181291076284772e-3f));
+  p = fused(p, r, all(5.5504108664821580e-2f));
+  p = fused(p, r, all(2.4022650695910071e-1f));
+  p = fused(p, r, all(6.9314718055994531e-1f));
+  p = fused(p, r, all(1.f));
   Ints exponent = (whole + 127) << 23;
   Vec scale;
   std::memcpy(&scale, &exponent, sizeof scale);
@@ -90,24 +47,6 @@ inline Vec exp2_of_negative(Vec x) {
 }
 
 inline float exp2_of_negative(float x) { return exp2_of_negative(all(x))[0]; }
-
-// The lanes of eight vectors summed: lane i is the sum of v[i].
-inline Vec sum_each(const Vec* v) {
-  Vec pairs[4];
-  for (int i = 0; i < 4; ++i) {
-    Vec a = v[2 * i], b = v[2 * i + 1];
-    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-               __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-  }
-  Vec fours[2];
-  for (int i = 0; i < 2; ++i) {
-    Vec a = pairs[2 * i], b = pairs[2 * i + 1];
-    fours[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-  }
-  return __builtin_shufflevector(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
 
 template <typename T>
 struct Problem {
@@ -142,7 +81,7 @@ inline void score(const float* query, const T* keys, int64_t head_dim, int count
     Vec sums[kLanes] = {};
     for (int64_t c = 0; c < head_dim; c += kLanes) {
       Vec part = load(query + c);
-      for (int i = 0; i < kLanes; ++i) sums[i] += part * load(row[i] + c);
+      for (int i = 0; i < kLanes; ++i) sums[i] = fused(part, load(row[i] + c), sums[i]);
     }
     store(scores + at, sum_each(sums));
   }
@@ -155,7 +94,7 @@ inline void add_values(const float* weights, int from, int to, const T* values, 
   for (int key = from; key < to; ++key) {
     Vec weight = all(weights[key]);
     const T* value = values + key * head_dim;
-    for (int c = 0; c < kVectors; ++c) acc[c] += weight * load(value + c * kLanes);
+    for (int c = 0; c < kVectors; ++c) acc[c] = fused(weight, load(value + c * kLanes), acc[c]);
   }
   for (int c = 0; c < kVectors; ++c) store(sums + c * kLanes, acc[c]);
 }
@@ -246,21 +185,7 @@ void attend(const Problem<T>& p, const Task& task) {
     }
 }
 
-// Shared with threads that may come late: they find nothing left and touch nothing but this.
-template <typename T>
-struct Work {
-  Problem<T> problem;
-  std::vector<Task> tasks;
-  std::atomic<size_t> next{0}, done{0};
-
-  void run() {
-    for (size_t i; (i = next.fetch_add(1)) < tasks.size();) {
-      attend(problem, tasks[i]);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
+// The operands and attributes of `api.ragged_paged_attention`.
 template <typename T, typename Buffer>
 ffi::Error run(ffi::ThreadPool pool, Buffer q, Buffer k_cache, Buffer v_cache, ffi::Buffer<ffi::S32> block_tables,
                ffi::Buffer<ffi::S32> seq_lens, ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
@@ -268,8 +193,7 @@ ffi::Error run(ffi::ThreadPool pool, Buffer q, Buffer k_cache, Buffer v_cache, f
   auto shape = q.dimensions();
   auto cache = k_cache.dimensions();
   auto tables = block_tables.dimensions();
-  auto work = std::make_shared<Work<T>>();
-  Problem<T>& p = work->problem;
+  Problem<T> p;
   p.q = reinterpret_cast<const T*>(q.untyped_data());
   p.k_cache = reinterpret_cast<const T*>(k_cache.untyped_data());
   p.v_cache = reinterpret_cast<const T*>(v_cache.untyped_data());
@@ -288,6 +212,7 @@ ffi::Error run(ffi::ThreadPool pool, Buffer q, Buffer k_cache, Buffer v_cache, f
   if (p.head_dim % kLanes || p.head_dim > kMostHeadDim || p.group > kMostGroup)
     return ffi::Error::InvalidArgument("paged attention for CPUs takes heads of a multiple of 8 up to 512");
 
+  std::vector<Task> tasks;
   int64_t cost = 0;
   const int64_t rows = num_seqs.typed_data()[0] < tables[0] ? num_seqs.typed_data()[0] : tables[0];
   const int64_t row_size = p.num_heads * p.head_dim;
@@ -308,35 +233,14 @@ ffi::Error run(ffi::ThreadPool pool, Buffer q, Buffer k_cache, Buffer v_cache, f
       if (position < 0) return ffi::Error::InvalidArgument("a sequence has more queries than tokens");
       cost += count * (position + count) * p.num_heads * p.head_dim;
       for (int64_t kv_head = 0; kv_head < p.num_kv_heads; ++kv_head)
-        work->tasks.push_back(Task{int32_t(row), int32_t(kv_head), int32_t(at), int32_t(count), int32_t(position)});
+        tasks.push_back(Task{int32_t(row), int32_t(kv_head), int32_t(at), int32_t(count), int32_t(position)});
     }
   }
   clear(end, shape[0]);
 
-  const int64_t threads = pool.num_threads();
-  for (int64_t i = 1; i < threads && cost > i * kWorthAThread; ++i) pool.Schedule([work] { work->run(); });
-  work->run();
-  while (work->done.load(std::memory_order_acquire) < work->tasks.size()) std::this_thread::yield();
+  const size_t count = tasks.size();
+  run_all(pool, count, cost, [p, tasks = std::move(tasks)](size_t i) { attend(p, tasks[i]); });
   return ffi::Error::Success();
 }
 
-}  // namespace
-
-#define PAGED_ATTENTION(name, Type, DType)                                        \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (run<Type, ffi::Buffer<DType>>),            \
-                                ffi::Ffi::Bind()                                  \
-                                    .Ctx<ffi::ThreadPool>()                       \
-                                    .Arg<ffi::Buffer<DType>>()                    \
-                                    .Arg<ffi::Buffer<DType>>()                    \
-                                    .Arg<ffi::Buffer<DType>>()                    \
-                                    .Arg<ffi::Buffer<ffi::S32>>()                 \
-                                    .Arg<ffi::Buffer<ffi::S32>>()                 \
-                                    .Arg<ffi::Buffer<ffi::S32>>()                 \
-                                    .Arg<ffi::Buffer<ffi::S32>>()                 \
-                                    .Ret<ffi::Buffer<DType>>()                    \
-                                    .Attr<float>("scale")                         \
-                                    .Attr<float>("soft_cap")                      \
-                                    .Attr<int64_t>("sliding_window"))
-
-PAGED_ATTENTION(paged_attention_float32, float, ffi::F32);
-PAGED_ATTENTION(paged_attention_bfloat16, Bfloat16, ffi::BF16);
+}  // namespace native::attention

@@ -1,0 +1,1 @@
+"""C++ for CPUs, see `library`."""

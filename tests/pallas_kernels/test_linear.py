@@ -1,0 +1,75 @@
+"""Products in C++ against float64."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.linear import cpu_native
+
+
+def _operands(
+    seed: int, tokens: int, ins: int, outs: int, dtype: str
+) -> tuple[jnp.ndarray, jnp.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x, kernel = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((tokens, ins), (outs, ins)))
+    return x, kernel, np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 19),
+    ins=st.integers(1, 200),
+    outs=st.integers(1, 120),
+    dtypes=st.sampled_from([("float32", None), ("bfloat16", None), ("bfloat16", jnp.dtype("float32"))]),
+)
+def test_matches_float64(seed, tokens, ins, outs, dtypes) -> None:
+    dtype, out_dtype = dtypes
+    x, kernel, truth = _operands(seed, tokens, ins, outs, dtype)
+    y = cpu_native.project(x, kernel, out_dtype=out_dtype)
+    assert y.shape == truth.shape
+    assert y.dtype == (out_dtype or x.dtype)
+    error = np.abs(np.asarray(y, np.float64) - truth)
+    if y.dtype == jnp.bfloat16:
+        assert (error <= 2**-8 * np.abs(truth) + 1e-5 * ins**0.5).all()
+    else:
+        assert error.max() < 1e-6 * ins
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_does_not_depend_on_how_many_there_are(dtype: str) -> None:
+    """Bit for bit, across all tilings: few and many tokens, rows of the matrix that fill no tile."""
+    x, kernel, _ = _operands(0, 70, 579, 101, dtype)
+    together = np.asarray(cpu_native.project(x, kernel).astype(jnp.float32))
+    for tokens in (1, 2, 3, 4, 5, 7, 8, 33):
+        alone = cpu_native.project(x[-tokens:], kernel).astype(jnp.float32)
+        np.testing.assert_array_equal(alone, together[-tokens:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_and_infinity_stay_with_their_token(dtype: str) -> None:
+    x, kernel, truth = _operands(1, 6, 64, 48, dtype)
+    x = x.at[2, 5].set(jnp.nan).at[4, 0].set(jnp.inf)
+    y = np.asarray(cpu_native.project(x, kernel), np.float64)
+    assert np.isnan(y[2]).all()
+    assert not np.isfinite(y[4]).any()
+    rows = [0, 1, 3, 5]
+    np.testing.assert_allclose(y[rows], truth[rows], atol=0.2 if dtype == "bfloat16" else 1e-4, rtol=0)
+
+
+def test_leading_axes_are_kept() -> None:
+    x, kernel, truth = _operands(2, 12, 40, 20, "float32")
+    y = cpu_native.project(x.reshape(3, 4, 40), kernel)
+    np.testing.assert_allclose(y, truth.reshape(3, 4, 20), atol=1e-4)
+
+
+@pytest.mark.parametrize(("x_dtype", "kernel_dtype"), [("float16", "float16"), ("float32", "bfloat16")])
+def test_other_dtypes_are_refused(x_dtype: str, kernel_dtype: str) -> None:
+    x, kernel = jnp.zeros((2, 8), x_dtype), jnp.zeros((3, 8), kernel_dtype)
+    with pytest.raises(NotImplementedError, match="no product of"):
+        cpu_native.project(x, kernel)
+    assert not cpu_native.is_faster(2, jnp.dtype("float16"))
