@@ -39,7 +39,8 @@ def chosen(name: str = "auto", device: DeviceFacts = H200, **changes) -> str:
 def test_auto_takes_the_fastest_that_can() -> None:
     assert chosen() == "pallas-mosaic-gpu"
     assert chosen(device=A100) == "pallas-triton"
-    assert chosen(device=CPU) == "xla"
+    assert chosen(device=CPU) == "cpu-native"
+    assert chosen(device=CPU, dtype="float16", kv_dtype="float16") == "xla"
     assert chosen(dtype="float32", kv_dtype="float32") == "pallas-triton"
     assert chosen(device=DeviceFacts("tpu")) == "xla"
     for kv_dtype in ("int8", "float8_e4m3fn", "float8_e5m2"):
@@ -68,7 +69,7 @@ def test_a_backend_asked_for_by_name_is_used_or_refused() -> None:
     ):
         chosen("pallas-triton", device=CPU)
     with pytest.raises(
-        ValueError, match=r"unknown attention backend 'cuda'; choose from: auto, xla, pallas-"
+        ValueError, match=r"unknown attention backend 'cuda'; choose from: auto, xla, cpu-native, pallas-"
     ):
         chosen("cuda")
 
@@ -91,6 +92,7 @@ def test_interpretation_runs_anywhere_and_names_itself() -> None:
 def test_names_are_complete() -> None:
     assert set(backend_names()) == {
         "xla",
+        "cpu-native",
         "pallas-triton",
         "pallas-mosaic-gpu",
         "pallas-triton-interpret",
