@@ -126,6 +126,8 @@ class EngineConfig:
       bucket_plan: file of a plan that `jaxserve plan-buckets` made: the shapes to compile; None plans for typical
         steps.
       record_steps: file that the size of every step is recorded in, for `jaxserve plan-buckets`.
+      record: file that every input and decision is recorded in, prompts included, for `jaxserve replay`.
+      record_costs: file that what steps cost is written to when the engine is closed, for `jaxserve simulate`.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -151,6 +153,8 @@ class EngineConfig:
     program_cache_bytes: int = 2 * 2**30
     bucket_plan: str | None = None
     record_steps: str | None = None
+    record: str | None = None
+    record_costs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

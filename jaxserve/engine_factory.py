@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from jaxserve.device.program_eviction import evict_programs
 from jaxserve.engine import EngineCore
 from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.progress import NullProgress, Progress
+from jaxserve.recording.recorded_engine import RecordedEngine, recording_options
 from pallas_kernels.paged_attention import facts_of
 
 logger = logging.getLogger("jaxserve.memory")
@@ -30,6 +33,7 @@ def create_engine(
     store: Path | None = None,
     progress: Progress | None = None,
     wait_for_programs: bool = True,
+    make: Callable[..., EngineCore] | None = None,
 ) -> EngineCore:
     """Open a model, load it, size the KV cache, and load or compile every shape.
 
@@ -39,6 +43,7 @@ def create_engine(
       store: where fetched models are kept.
       wait_for_programs: return when every shape is ready; otherwise as soon as any step can run, while the rest is
         made in the background.
+      make: takes what `EngineCore` does; None is that, or what records if `options` ask for it.
 
     Raises:
       CheckpointError, ConfigError: one line each.
@@ -49,6 +54,7 @@ def create_engine(
     setup = set_up(model, options, device, store=store, progress=progress)
     checkpoint, config = setup.checkpoint, setup.config
     recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
+    recording = recording_options(model, options)
     plan = plan_memory_of(setup, options, progress)
     params = checkpoint.load_params(
         jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
@@ -69,7 +75,9 @@ def create_engine(
         keep_freed_memory()
     if (programs := cache_directory(options)) is not None:
         evict_programs(programs, options.program_cache_bytes)
-    engine = EngineCore(
+    if make is None:
+        make = EngineCore if recording is None else partial(RecordedEngine, recording=recording)
+    engine = make(
         model_name=served_name or checkpoint.name,
         config=config,
         model_config=checkpoint.config,

@@ -45,6 +45,10 @@ class ReadyBuckets:
         """Every planned shape, ready or not, largest first."""
         return self.planned.all_buckets()
 
+    def ready(self) -> list[Bucket]:
+        """Those that are, largest first."""
+        return self._ready.all_buckets()
+
     def smallest_for(self, num_tokens: int, num_seqs: int) -> Bucket:
         """The smallest ready bucket that holds the batch; once the largest is ready there always is one."""
         return self._ready.smallest_for(num_tokens, num_seqs)

@@ -145,6 +145,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="shapes of every engine; few by default, because compiling them takes most of the time",
     )
     quality.add_argument("--limit", type=_positive, metavar="N", help="only the first N windows and prompts")
+    simulation = commands.add_parser(
+        "simulation",
+        help="how far jaxserve simulate is from the truth",
+        description="Learn what steps cost from one made-up workload, run another by the clock, and simulate it: with "
+        "what was learned up to its end, and with what was known beforehand. Exit codes: 0; 2 for bad input.",
+    )
+    _add_engine(simulation)
+    _add_formats(simulation)
+    simulation.add_argument("--requests", type=_positive, default=60, metavar="N", help="[default: 60]")
+    simulation.add_argument(
+        "--rate", type=_rate, default=2.0, metavar="R", help="requests a second [default: 2]"
+    )
+    simulation.add_argument("--seed", type=int, default=0, help="of the workloads [default: 0]")
+    simulation.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
+    )
     add_command(commands)
     return parser.parse_args(arguments)
 
@@ -303,6 +319,36 @@ def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measu
     return quality.report(result), quality.to_json(result), 0
 
 
+def _measure_simulation(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import simulation
+    from jaxserve.workload.arrivals import Arrivals, Lengths
+    from jaxserve.workload.generator import WorkloadSpec
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    check = simulation.check_simulation(
+        arguments.model,
+        _options(arguments, **_formats(arguments)),
+        WorkloadSpec(
+            num_requests=arguments.requests,
+            arrivals=Arrivals(arguments.rate),
+            prompt=Lengths(48, 0.8),
+            output=Lengths(16, 0.6),
+            context=512,
+            chat_share=0.4,
+            think_seconds=2.0,
+        ),
+        seed=arguments.seed,
+        progress=progress,
+        announce=_announce,
+    )
+    if arguments.plot is not None:
+        from jaxserve.bench.latency_plot import plot_latencies
+
+        plot_latencies({"real": check.real, "simulated": check.learned.drive}, arguments.plot)
+    return simulation.report(check), simulation.to_json(check), 0
+
+
 _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "static": _measure_static,
     "deterministic": _measure_deterministic,
@@ -310,6 +356,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "growth": _measure_growth,
     "scheduler": _measure_scheduler,
     "quality": _measure_quality,
+    "simulation": _measure_simulation,
 }
 
 
@@ -332,6 +379,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _positive(text: str) -> int:
     return _at_least(1, text)
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {value:g}")
+    return value
 
 
 def _not_negative(text: str) -> int:

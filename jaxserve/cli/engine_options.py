@@ -176,6 +176,22 @@ RecordSteps = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Record every request (its prompt included) and every decision, for `jaxserve replay`.",
+        rich_help_panel=PANEL,
+    ),
+]
+RecordCosts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="COSTS.json",
+        help="Write what steps cost there when the server ends, for `jaxserve simulate`.",
+        rich_help_panel=PANEL,
+    ),
+]
 ProgramCacheBytes = Annotated[
     int,
     typer.Option(
@@ -220,6 +236,8 @@ def engine_config(
     bucket_plan: Path | None,
     record_steps: Path | None,
     program_cache_bytes: int,
+    record: Path | None = None,
+    record_costs: Path | None = None,
     max_waiting: int = 4096,
     max_waiting_tokens: int | None = None,
     background_max_wait: float = 30.0,
@@ -244,6 +262,8 @@ def engine_config(
         seed=seed,
         bucket_plan=None if bucket_plan is None else str(bucket_plan),
         record_steps=None if record_steps is None else str(record_steps),
+        record=None if record is None else str(record),
+        record_costs=None if record_costs is None else str(record_costs),
         program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,

@@ -20,7 +20,9 @@ from jaxserve.cli.compile import compile_command
 from jaxserve.cli.convert import convert
 from jaxserve.cli.plan_buckets import plan_buckets
 from jaxserve.cli.pull import pull
+from jaxserve.cli.replay import replay
 from jaxserve.cli.serve import serve
+from jaxserve.cli.simulate import simulate
 from jaxserve.cli.trace import trace
 from jaxserve.errors import JaxserveError
 
@@ -75,7 +77,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    for command in (serve, chat, batch, pull, convert, plan_buckets, trace):
+    for command in (serve, chat, batch, pull, convert, plan_buckets, trace, simulate, replay):
         app.command()(command)
     app.command("compile")(compile_command)
     return app

@@ -85,6 +85,8 @@ def serve(
     seed: options.Seed = 0,
     bucket_plan: options.BucketPlan = None,
     record_steps: options.RecordSteps = None,
+    record: options.Record = None,
+    record_costs: options.RecordCosts = None,
     program_cache_bytes: options.ProgramCacheBytes = 2 * 2**30,
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
@@ -127,6 +129,8 @@ def serve(
         seed=seed,
         bucket_plan=bucket_plan,
         record_steps=record_steps,
+        record=record,
+        record_costs=record_costs,
         program_cache_bytes=program_cache_bytes,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,

@@ -8,6 +8,7 @@ of its own. All of it is arithmetic on a few numbers, so that it costs microseco
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ _FACTOR_SHARE = 0.1  # of a shape's factor that its newest step decides
 _FACTOR_RANGE = (0.5, 2.0)
 _MIN_STEPS = 8  # before that nothing is predicted
 _REFIT_STEPS = 8  # the fit costs a tenth of a millisecond, so not after each one
+_NUM_RATIOS = 256  # newest steps whose actual / predicted times are kept
 _OUTLIER = 3.0  # a step that took more than so many times what was expected counts as that many times
 
 
@@ -87,6 +89,7 @@ class StepTimeModel:
         default_factory=lambda: [[0.0] * (_NUM_FEATURES + 1) for _ in range(_NUM_FEATURES)]
     )
     _fitted_at: int = 0
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RATIOS))
 
     @property
     def is_ready(self) -> bool:
@@ -97,16 +100,20 @@ class StepTimeModel:
         """Learn from a step that took `seconds` (> 0) in the shape that `round_up` says."""
         shape = self.round_up(work.tokens, work.seqs)
         features = _features(work, shape)
+        scale = seconds
         if self.is_ready:
             expected = self._linear(features)
             if expected > 0:
                 known = self._factor(shape)
+                self._ratios.append(seconds / (expected * known))
                 seconds = min(seconds, _OUTLIER * expected * known)
+                # By what was expected: by what was seen, steps that were quick by chance would count most.
+                scale = max(expected * known, seconds / _OUTLIER)
                 low, high = _FACTOR_RANGE
                 seen = min(max(seconds / expected, low), high)
                 self._factors[shape] = _Factor(known + _FACTOR_SHARE * (seen - known), self.num_steps)
         # Relative errors count: a short step's tenth weighs as much as a long one's.
-        weight = 1.0 / max(seconds, 1e-6) ** 2
+        weight = 1.0 / max(scale, 1e-6) ** 2
         for i, row in enumerate(self._products):
             for j, value in enumerate((*features, seconds)):
                 row[j] = _FADE * row[j] + weight * features[i] * value
@@ -128,7 +135,12 @@ class StepTimeModel:
             "num_steps": self.num_steps,
             "weights": list(self.weights),
             "factors": [[*shape, self._factor(shape)] for shape in sorted(self._factors)],
+            "ratios": list(self._ratios),
         }
+
+    def ratios(self) -> tuple[float, ...]:
+        """Actual / predicted time of the newest steps, the oldest first: how far to trust `predict`."""
+        return tuple(self._ratios)
 
     @classmethod
     def from_dict(cls, value: dict[str, Any], round_up: RoundUp) -> StepTimeModel:
@@ -142,7 +154,12 @@ class StepTimeModel:
             raise ValueError(f"weights must be {_NUM_FEATURES} numbers of at least 0")
         steps = int(value["num_steps"])
         factors = {(int(t), int(s)): _Factor(float(factor), steps) for t, s, factor in value["factors"]}
-        return cls(round_up, steps, weights, factors, _fitted_at=steps)
+        ratios = [float(ratio) for ratio in value["ratios"]]
+        if min(ratios, default=1.0) <= 0:
+            raise ValueError("ratios must be more than 0")
+        return cls(
+            round_up, steps, weights, factors, _fitted_at=steps, _ratios=deque(ratios, maxlen=_NUM_RATIOS)
+        )
 
     def _factor(self, shape: tuple[int, int]) -> float:
         """How much longer a shape takes than the weights say. What was seen long ago fades, as for the weights."""

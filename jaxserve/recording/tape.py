@@ -1,0 +1,99 @@
+"""What happens between an engine and the world during one event: its clock, its device, its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.batch.builder import HostBatch
+from jaxserve.batch.ready_buckets import ReadyBuckets
+from jaxserve.engine import Runner
+from jaxserve.outputs import ModelRunnerOutput
+from jaxserve.scheduler.output import SchedulerOutput
+
+
+class SteadyBuckets(ReadyBuckets):
+    """The ready shapes as of the last `follow`: what becomes ready in the middle of a step counts from the next on."""
+
+    def __init__(self, source: ShapeBuckets | ReadyBuckets) -> None:
+        super().__init__(source.planned if isinstance(source, ReadyBuckets) else source)
+        self._source = source
+
+    def follow(self) -> tuple[tuple[int, int], ...]:
+        """Take over what has become ready; returns its (tokens, sequences)."""
+        source = self._source
+        if self.progress.ready == self.progress.total:
+            return ()
+        ready = source.ready() if isinstance(source, ReadyBuckets) else source.all_buckets()
+        known = set(self.ready())
+        new = [bucket for bucket in ready if bucket not in known]
+        for bucket in new:
+            self.mark(bucket)
+        return tuple((bucket.tokens, bucket.seqs) for bucket in new)
+
+
+class Tape:
+    """The outside of one event, as the engine has seen it. `clear` begins the next."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.clear()
+
+    def clear(self) -> None:
+        self.clock: list[float] = []
+        self.done: list[bool] = []
+        self.launched: tuple[SchedulerOutput, HostBatch] | None = None
+        self.result: ModelRunnerOutput | None = None
+        self.fault: tuple[str, str] | None = None
+
+    def now(self) -> float:
+        """The engine's clock."""
+        value = self._clock()
+        self.clock.append(value)
+        return value
+
+
+class TapedRunner:
+    """A runner whose every answer goes onto a tape."""
+
+    def __init__(self, runner: Runner, tape: Tape) -> None:
+        self._runner = runner
+        self._tape = tape
+        self.padding_row = runner.padding_row
+
+    @property
+    def num_compiled(self) -> int:
+        return self._runner.num_compiled
+
+    @property
+    def serving_compilations(self) -> int:
+        return self._runner.serving_compilations
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._runner.failure
+
+    def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any:
+        self._tape.launched = plan, batch
+        try:
+            return self._runner.launch(plan, batch)
+        except Exception as error:
+            self._tape.fault = "launch", f"{type(error).__name__}: {error}"
+            raise
+
+    def is_done(self, step: Any) -> bool:
+        done = self._runner.is_done(step)
+        self._tape.done.append(done)
+        return done
+
+    def read(self, step: Any) -> ModelRunnerOutput:
+        try:
+            self._tape.result = self._runner.read(step)
+        except Exception as error:
+            self._tape.fault = "read", f"{type(error).__name__}: {error}"
+            raise
+        return self._tape.result
+
+    def close(self) -> None:
+        self._runner.close()

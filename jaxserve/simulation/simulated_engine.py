@@ -1,0 +1,153 @@
+"""An EngineCore whose device is a cost model, and whose time passes only while that computes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxserve.batch.builder import HostBatch
+from jaxserve.config import ResolvedConfig
+from jaxserve.engine import EngineCore
+from jaxserve.outputs import ModelRunnerOutput
+from jaxserve.recording.costs_file import EngineCosts
+from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of
+from jaxserve.tokenizer import Tokenizer
+
+StepSeconds = Callable[[StepWork], float]
+
+
+class VirtualClock:
+    """Time that passes when it is told to. Begins at 0."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def sleep_until(self, moment: float) -> None:
+        self._now = max(self._now, moment)
+
+
+class SilentTokenizer(Tokenizer):
+    """Gives every token one control character for its text, so that no stop string is ever found."""
+
+    def __init__(self) -> None:
+        self.strips_leading_space = False
+
+    def output_bytes(self, token_id: int, skip_special: bool) -> bytes:
+        return b"\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedStep:
+    """A step under way, and when it will be done."""
+
+    plan: SchedulerOutput
+    done: float
+
+
+class SimulatedRunner:
+    """What the engine takes for a model runner. Steps run one after the other; waiting for one moves the clock.
+
+    The tokens that it samples follow from a request's seed and their positions. None ends a request.
+    """
+
+    num_compiled = 0
+    serving_compilations = 0
+    failure = None
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        step_seconds: StepSeconds,
+        *,
+        padding_row: int,
+        vocab_size: int,
+        observe: Callable[[SchedulerOutput], None] | None = None,
+    ) -> None:
+        self.padding_row = padding_row
+        self._clock = clock
+        self._step_seconds = step_seconds
+        self._vocab_size = vocab_size
+        self._observe = observe
+        self._free_at = 0.0  # when the device has done all that it was handed
+
+    def launch(self, plan: SchedulerOutput, batch: HostBatch) -> _SimulatedStep:
+        if self._observe is not None:
+            self._observe(plan)
+        work = work_of(plan.scheduled, plan.num_padding_tokens)
+        self._free_at = max(self._free_at, self._clock()) + self._step_seconds(work)
+        return _SimulatedStep(plan, self._free_at)
+
+    def is_done(self, step: _SimulatedStep) -> bool:
+        return step.done <= self._clock()
+
+    def read(self, step: _SimulatedStep) -> ModelRunnerOutput:
+        self._clock.sleep_until(step.done)
+        result = ModelRunnerOutput()
+        for row in step.plan.scheduled:
+            if row.samples:
+                position = row.num_computed_tokens + row.num_scheduled_tokens
+                token = (row.request.seed + 1_000_003 * position) % self._vocab_size
+                result.sampled_token_ids[row.request_id] = [token]
+        return result
+
+    def close(self) -> None: ...
+
+
+def simulated_engine(
+    costs: EngineCosts,
+    clock: VirtualClock,
+    *,
+    config: ResolvedConfig,
+    num_blocks: int,
+    seed: int = 0,
+    observe: Callable[[SchedulerOutput], None] | None = None,
+) -> EngineCore:
+    """An engine with the production scheduler, batch builder and accounts, whose steps take what `costs` say.
+
+    Args:
+      config: that of the costs' engine, or one that differs in what needs no other shapes.
+      seed: of the spread of step times.
+      observe: told every plan.
+    """
+    described = costs.engine
+    buckets = described.buckets()
+
+    def round_up(num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        bucket = buckets.smallest_for(num_tokens, num_seqs)
+        return bucket.tokens, bucket.seqs
+
+    runner = SimulatedRunner(
+        clock,
+        spread_step_seconds(costs.step_time_model(round_up), random.Random(seed)),
+        padding_row=config.max_num_seqs,
+        vocab_size=described.model_config.vocab_size,
+        observe=observe,
+    )
+    return EngineCore(
+        model_name=described.model_name,
+        config=config,
+        model_config=described.model_config,
+        generation=described.generation,
+        tokenizer=SilentTokenizer(),
+        runner=runner,
+        buckets=buckets,
+        num_blocks=num_blocks,
+        clock=clock,
+    )
+
+
+def spread_step_seconds(model: StepTimeModel, rng: random.Random) -> StepSeconds:
+    """Times as the model predicts them, off by as much as its own predictions were."""
+    ratios = model.ratios() or (1.0,)
+
+    def step_seconds(work: StepWork) -> float:
+        predicted = model.predict(work)
+        assert predicted is not None
+        return predicted * rng.choice(ratios)
+
+    return step_seconds

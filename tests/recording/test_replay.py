@@ -1,0 +1,314 @@
+"""What was recorded happens again; what does not is found, and named with its step and request."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.cli.main import run
+from jaxserve.errors import ConfigError
+from jaxserve.recording.event_reader import open_recording
+from jaxserve.recording.event_writer import EventWriter
+from jaxserve.recording.events import Step, Submit
+from jaxserve.recording.recorded_workload import recorded_traffic
+from jaxserve.recording.replay import ReplayedEngine, ReplayReport, replay_events
+from tests.recording.hand_engine import HandRunner, Setup, run_at_random
+
+CRAMPED = Setup(num_blocks=60, changes={"max_waiting": 6})
+
+
+def record(path: Path, setup: Setup, seed: int, count: int = 12) -> None:
+    rng = random.Random(seed)
+    engine = setup.recorded(path, rng)
+    run_at_random(engine, rng, count)
+    engine.check_integrity()
+    engine.close()
+
+
+def replayed(path: Path, setup: Setup) -> ReplayReport:
+    engine = setup.make(ReplayedEngine)
+    report = replay_events(engine, open_recording(path).events())
+    engine.check_integrity()
+    return report
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.sampled_from([50, 60, 300]),
+    overlap=st.booleans(),
+    scheduler=st.sampled_from(["continuous", "continuous", "static"]),
+    caching=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_recording_replays_without_a_difference(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    blocks: int,
+    overlap: bool,
+    scheduler: str,
+    caching: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("replay") / "r.jsonl"
+    changes = {
+        "overlap": overlap and scheduler != "static",
+        "scheduler": scheduler,
+        "enable_prefix_caching": caching,
+        "max_waiting": 6,
+        "seed": seed % 7,
+    }
+    setup = Setup(blocks, changes)
+    record(path, setup, seed)
+    report = replayed(path, setup)
+    assert report.difference is None, str(report.difference)
+    assert report.is_whole
+    assert report.steps == sum(line.get("event") == "step" for line in lines_of(path))
+    assert report.requests == 12
+
+
+def test_the_recordings_hold_what_makes_replay_hard(tmp_path: Path) -> None:
+    """Otherwise the test above would prove little."""
+    seen = {"preempted": 0, "refused": 0, "aborts": 0, "copies": 0, "tokens": 0}
+    for seed in range(6):
+        record(tmp_path / "r.jsonl", CRAMPED, seed)
+        for line in lines_of(tmp_path / "r.jsonl"):
+            plan = line.get("plan") or {}
+            seen["preempted"] += len(plan.get("preempted", ()))
+            seen["copies"] += len(plan.get("block_copies", ()))
+            seen["refused"] += "refused" in line
+            seen["aborts"] += line.get("event") == "abort"
+            seen["tokens"] += len((line.get("result") or {}).get("tokens", ()))
+    assert min(seen.values()) > 0, seen
+
+
+def changed_step(
+    lines: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]
+) -> tuple[int, dict[str, Any]]:
+    """(number of the step, its line) of the first step behind the middle for which something holds."""
+    steps = [line for line in lines if line.get("event") == "step"]
+    for number in range(len(steps) // 2, len(steps)):
+        if holds(steps[number]):
+            return number, steps[number]
+    raise AssertionError("no such step")
+
+
+@pytest.mark.parametrize("field", [0, 1, 2, 3, 4])
+def test_a_changed_decision_is_found_where_it_is(tmp_path: Path, field: int) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 3)
+    lines = lines_of(path)
+    step, line = changed_step(lines, lambda line: bool(line.get("plan")) and bool(line["plan"]["rows"]))
+    row = line["plan"]["rows"][-1]
+    name = row[0]
+    row[field] = "nobody:0" if field == 0 else [3] if field == 4 else row[field] + 1
+    write_lines(path, lines)
+    difference = replayed(path, CRAMPED).difference
+    assert difference is not None
+    assert (difference.step, difference.event) == (step, line["number"])
+    assert difference.request in (name, "nobody:0")
+    assert "recorded was" in str(difference) or "where nobody:0 was" in str(difference)
+
+
+@pytest.mark.parametrize("what", ["token", "missing token", "bucket", "preempted", "no plan", "no result"])
+def test_a_changed_result_or_shape_is_found_where_it_is(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 4)
+    lines = lines_of(path)
+    step, line = changed_step(
+        lines, lambda line: bool(line.get("plan")) and bool((line.get("result") or {}).get("tokens"))
+    )
+    request = next(iter(sorted(line["result"]["tokens"])))
+    if what == "token":
+        line["result"]["tokens"][request][0] += 1
+    elif what == "missing token":
+        del line["result"]["tokens"][request]
+    elif what == "bucket":
+        line["plan"]["bucket"][0] += 1
+    elif what == "preempted":
+        line["plan"]["preempted"] = ["q0:0"]
+    else:
+        del line["plan" if what == "no plan" else "result"]
+    write_lines(path, lines)
+    difference = replayed(path, CRAMPED).difference
+    assert difference is not None
+    assert difference.step == step
+    if "token" in what:
+        assert difference.request == request
+
+
+def test_another_seed_is_found_in_the_first_step_that_draws_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 5)
+    other = Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "seed": 1})
+    difference = replayed(path, other).difference
+    assert difference is not None
+    assert "seed is" in difference.what
+    assert difference.request is not None
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(30, CRAMPED.changes),
+        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_num_seqs": 3}),
+        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_prefill_chunk": 3}),
+        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_waiting": 1}),
+    ],
+)
+def test_another_engine_does_something_else(tmp_path: Path, setup: Setup) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 6, count=20)
+    assert replayed(path, setup).difference is not None
+
+
+def test_a_model_that_answers_otherwise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 7)
+    read = HandRunner.read
+    calls = 0
+
+    def misread(self: HandRunner, step: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = read(self, step)
+        if calls == 9:
+            result.sampled_token_ids = {
+                k: [(t + 1) % 97 for t in v] for k, v in result.sampled_token_ids.items()
+            }
+        return result
+
+    monkeypatch.setattr(HandRunner, "read", misread)
+    difference = replayed(path, CRAMPED).difference
+    assert difference is not None
+    assert re.match(r"tokens \[\d+\], recorded were \[\d+\]", difference.what)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 8)
+    whole = path.read_bytes()
+    for size in (len(whole) - 1, len(whole) - 40, len(whole) // 2):
+        path.write_bytes(whole[:size])
+        report = replayed(path, CRAMPED)
+        assert report.difference is None
+        assert not report.is_whole
+    assert report.steps > 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "mentions"),
+    [
+        (lambda lines: [*lines[:5], b"{broken", *lines[6:]], ["line 6"]),
+        (lambda lines: [*lines[:5], *lines[6:]], ["line 6", "missing"]),
+        (lambda lines: [*lines[:5], lines[5].replace(b'"event":"', b'"event":"x'), *lines[6:]], ["line 6"]),
+        (
+            lambda lines: [lines[0].replace(b'"num_blocks":60', b'"num_blocks":"many"'), *lines[1:]],
+            ["line 1"],
+        ),
+        (
+            lambda lines: [lines[0].replace(b'recording":1', b'recording":9'), *lines[1:]],
+            ["line 1", "version 9"],
+        ),
+        (lambda lines: lines[1:], ["not a recording"]),
+        (lambda lines: [], ["not a recording"]),
+    ],
+)
+def test_damage_is_named_with_its_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[list[bytes]], list[bytes]],
+    mentions: list[str],
+) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 9)
+    path.write_bytes(b"".join(line + b"\n" for line in damage(path.read_bytes().splitlines())))
+    with pytest.raises(ConfigError) as error:
+        replayed(path, CRAMPED)
+    for text in (str(path), *mentions):
+        assert text in str(error.value)
+    assert run(["replay", str(path), "--model", "no-such-model"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_a_step_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "r.jsonl"
+    engine = CRAMPED.recorded(path, random.Random(0))
+    read = HandRunner.read
+    calls = 0
+
+    def failing(self: HandRunner, step: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("the device is gone")
+        return read(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HandRunner, "read", failing)
+        with pytest.raises(RuntimeError):
+            run_at_random(engine, random.Random(1), 8)
+    engine.close()
+    steps = [event for event in open_recording(path).events() if isinstance(event, Step)]
+    assert steps[-1].fault == ("read", "RuntimeError: the device is gone")
+    report = replay_events(CRAMPED.make(ReplayedEngine), open_recording(path).events())
+    assert report.difference is None, report.difference
+
+
+def test_a_recording_replaces_only_a_recording(tmp_path: Path) -> None:
+    other = tmp_path / "answers.jsonl"
+    other.write_text('{"custom_id": "a"}\n')
+    with pytest.raises(ConfigError, match=r"answers\.jsonl"):
+        EventWriter(other)
+    assert other.read_text()
+    with pytest.raises(ConfigError):
+        EventWriter(tmp_path / "missing" / "r.jsonl")
+    record(tmp_path / "r.jsonl", CRAMPED, 1)
+    record(tmp_path / "r.jsonl", CRAMPED, 2)
+    assert replayed(tmp_path / "r.jsonl", CRAMPED).difference is None
+
+
+def test_a_full_file_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "r.jsonl"
+    rng = random.Random(1)
+    engine = CRAMPED.recorded(path, rng)
+    assert engine._recording.events is not None
+    engine._recording.events._left = 5000
+    run_at_random(engine, rng, 12)
+    engine.close()
+    assert replayed(path, CRAMPED).difference is None
+    assert "full" in caplog.text or path.stat().st_size > 5000
+
+
+def test_what_is_recorded_is_the_traffic(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    setup = Setup(300, {"max_waiting": 100})
+    record(path, setup, 11)
+    recording = open_recording(path)
+    traffic = recorded_traffic("r", recording.events(), recording.header.engine.buckets())
+    submitted = [event for event in recording.events() if isinstance(event, Submit) and event.refused is None]
+    assert len(traffic.workload.requests) == len(submitted)
+    assert traffic.workload.requests[0].arrival == 0
+    assert {r.prompt_token_ids for r in traffic.workload.requests} == {
+        e.request.prompt_token_ids for e in submitted
+    }
+    assert traffic.step_times.is_ready
+    ttfts = [ttft for ttft in traffic.ttfts if ttft is not None]
+    assert ttfts
+    assert min(ttfts) > 0.009  # a step of the clock takes at least that
