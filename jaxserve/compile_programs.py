@@ -68,7 +68,7 @@ def compile_programs(
             f"programs of the attention backend {backend} can't be kept, as they run in an interpreter"
         )
     try:
-        definitions = definitions_of(made.programs, program_keys(made.buckets))
+        definitions = definitions_of(made.programs, program_keys(made.buckets, swaps=made.programs.swaps))
         num_compiled = made.num_compiled + compile_missing(
             definitions, made.cache, made.lowering, threads=os.cpu_count() or 1, progress=progress
         )

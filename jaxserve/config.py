@@ -12,6 +12,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 SchedulerKind = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["int8"]
+_HOST_MEMORY = 4 * 2**30  # where there is an accelerator
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
@@ -105,6 +106,10 @@ class EngineConfig:
       num_blocks: KV blocks usable by requests; None fills what is left of `memory_fraction`.
       memory_fraction: share of the device's memory (on a CPU, of the machine's or the container's) that everything
         together may take; None is 0.9, of which the pool gets no more than 0.1 on a CPU.
+      host_memory: bytes of host memory for KV blocks of preempted requests and of the prefix cache, while others have
+        their place on the device; 0 is none. None is 4 GiB on accelerators, but no more than an eighth of the host's
+        memory; and none on a CPU, where the pool lies in the same memory and is the better place for it. Not with the
+        static scheduler.
       enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
       scheduler: "continuous", or "static" (a batch is padded and runs until its last member ends: the baseline).
       max_waiting: most sequences that wait besides the `max_num_seqs` that run; more are refused (QueueFullError).
@@ -139,6 +144,7 @@ class EngineConfig:
     block_size: int = 32
     num_blocks: int | None = None
     memory_fraction: float | None = None
+    host_memory: int | None = None
     enable_prefix_caching: bool = True
     scheduler: SchedulerKind = "continuous"
     max_waiting: int = 4096
@@ -178,6 +184,7 @@ class ResolvedConfig:
     max_waiting_tokens: int | None = None
     background_max_wait: float = 30.0
     policy: str | None = None
+    host_memory: int = 0
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -249,7 +256,19 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         max_waiting_tokens=options.max_waiting_tokens,
         background_max_wait=options.background_max_wait,
         policy=options.policy,
+        host_memory=_resolve_host_memory(options, on_cpu),
     )
+
+
+def _resolve_host_memory(options: EngineConfig, on_cpu: bool) -> int:
+    size = options.host_memory
+    if size is not None and size < 0:
+        raise ConfigError(f"host_memory must be at least 0, got {size}")
+    if options.scheduler == "static":
+        if size:
+            raise ConfigError("the static scheduler, a baseline, keeps nothing in host memory")
+        return 0
+    return (0 if on_cpu else _HOST_MEMORY) if size is None else size
 
 
 def _resolve_overlap(options: EngineConfig, on_cpu: bool) -> bool:

@@ -20,6 +20,7 @@ from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, work_of
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
@@ -72,6 +73,7 @@ class EngineCore:
         runner: Runner,
         buckets: ShapeBuckets | ReadyBuckets,
         num_blocks: int,
+        host: HostSpace | None = None,
         recorder: StepRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,7 +98,7 @@ class EngineCore:
         self._gap = HostGap()
         self._clock = clock
         self.step_times = StepTimeModel(_rounding(buckets))
-        self._scheduler = create_scheduler(config, num_blocks, self.step_times)
+        self._scheduler = create_scheduler(config, num_blocks, self.step_times, host)
         self._output_processor = OutputProcessor(tokenizer)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step

@@ -65,6 +65,7 @@ def create_engine(
         params,
         attention=setup.attention,
         num_blocks=plan.num_blocks,
+        host=plan.host,
         buckets=setup.buckets,
         cache_directory=cache_directory(options),
         maker=plan.maker,
@@ -86,6 +87,7 @@ def create_engine(
         runner=runner,
         buckets=runner.buckets,
         num_blocks=plan.num_blocks,
+        host=plan.host,
         recorder=recorder,
     )
     account = runner.account(temporaries=plan.account.temporaries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxserve.batch.buckets import ShapeBuckets, default_buckets
 from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, GenerationDefaults, ModelConfig, ResolvedConfig, resolve
+from jaxserve.device import kv_cache
 from jaxserve.device.attention import choose_attention
 from jaxserve.device.model_runner import LaunchedStep, ModelRunner
 from jaxserve.engine import EngineCore
@@ -29,6 +31,7 @@ from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.progress import NullProgress
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.tokenizer import Tokenizer
 
@@ -50,7 +53,12 @@ TINY_MODEL = ModelConfig(
     max_position_embeddings=2048,
 )
 TINY_OPTIONS = EngineConfig(
-    dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=32, block_size=8
+    dtype="float32",
+    max_model_len=256,
+    max_num_seqs=16,
+    max_num_batched_tokens=32,
+    block_size=8,
+    host_memory=2**20,
 )
 DEMO_OPTIONS = EngineConfig(
     dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32, block_size=16
@@ -98,6 +106,7 @@ class ServedModel:
 
     Attributes:
       num_blocks: of the pool for engines; `SOLO_SEQUENCES` more sequences fit behind it.
+      host: room for blocks in host memory; engines use none of it unless they are told to.
     """
 
     config: ResolvedConfig
@@ -108,9 +117,18 @@ class ServedModel:
     runner: ModelRunner
     buckets: ShapeBuckets
     num_blocks: int
+    host: HostSpace
     _solos: dict[str, dict[int, Outcome]] = field(default_factory=dict)
 
-    def engine(self, *, num_blocks: int | None = None, runner: Any = None, **changes: Any) -> EngineCore:
+    def engine(
+        self,
+        *,
+        num_blocks: int | None = None,
+        num_host_blocks: int = 0,
+        runner: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+        **changes: Any,
+    ) -> EngineCore:
         """A new engine; `changes` are fields of the configuration that only the host knows, none beyond the model's."""
         config = dataclasses.replace(self.config, **changes)
         num_blocks = num_blocks or self.num_blocks
@@ -119,6 +137,7 @@ class ServedModel:
         assert config.max_model_len <= self.config.max_model_len
         assert config.block_size == self.config.block_size
         assert num_blocks <= self.num_blocks
+        assert num_host_blocks <= self.host.num_blocks
         return EngineCore(
             model_name="tiny",
             config=config,
@@ -128,6 +147,8 @@ class ServedModel:
             runner=runner or self.runner,
             buckets=self.buckets,
             num_blocks=num_blocks,
+            host=HostSpace(num_host_blocks, self.host.block_bytes),
+            clock=clock,
         )
 
     def solo(self, request: GenerationRequest) -> dict[int, Outcome]:
@@ -164,6 +185,8 @@ def serve(
     config = resolve(options, model, platform="cpu")
     buckets = buckets or default_buckets(config)
     num_blocks = config.max_num_seqs * config.max_blocks_per_seq
+    block_bytes = kv_cache.block_bytes(model, config.block_size, jnp.dtype(config.dtype))
+    host = HostSpace(config.host_memory // block_bytes, block_bytes)
     runner = ModelRunner(
         model,
         config,
@@ -171,12 +194,13 @@ def serve(
         attention=choose_attention(model, config),
         num_blocks=num_blocks + SOLO_SEQUENCES * config.max_blocks_per_seq,
         buckets=buckets,
+        host=host,
         cache_directory=cache_directory,
         observe_logits=observe_logits,
     )
     runner.warm_up(NullProgress())
     generation = GenerationDefaults(eos_token_ids=(2,))
-    return ServedModel(config, model, generation, tokenizer, params, runner, buckets, num_blocks)
+    return ServedModel(config, model, generation, tokenizer, params, runner, buckets, num_blocks, host)
 
 
 def serve_tiny(tokenizer: Tokenizer, cache_directory: Path | None = None) -> ServedModel:

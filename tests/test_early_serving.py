@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import GenerationDefaults
-from jaxserve.device.programs import NUM_ESSENTIAL, ProgramKey, program_keys
+from jaxserve.device.programs import ProgramKey, essential_keys
 from jaxserve.engine import EngineCore
 from jaxserve.errors import EngineDeadError
 from jaxserve.progress import NullProgress
@@ -44,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def early_engine(cache: Path, before: Callable[[ProgramKey], None]) -> EngineCore:
     """An engine over a runner that has only what it needs; `before` runs ahead of every further program."""
     runner = make_runner(cache_directory=cache)
-    essential = set(program_keys(BUCKETS)[:NUM_ESSENTIAL])
+    essential = set(essential_keys(BUCKETS, swaps=False))
     make = runner._executables._make_one
 
     def gated(key: ProgramKey) -> Any:

@@ -93,6 +93,16 @@ MemoryFraction = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+HostMemory = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="BYTES",
+        help="Host memory for blocks of the KV cache whose place on the device others have; 0 is none [default: 4 GiB, "
+        "at most an eighth of the host's memory; on a CPU none].",
+        rich_help_panel=PANEL,
+    ),
+]
 EnablePrefixCaching = Annotated[
     bool,
     typer.Option(
@@ -227,6 +237,7 @@ def engine_config(
     block_size: int,
     num_blocks: str,
     memory_fraction: float | None,
+    host_memory: int | None,
     enable_prefix_caching: bool,
     scheduler: SchedulerChoice,
     attention_backend: str,
@@ -254,6 +265,7 @@ def engine_config(
         block_size=block_size,
         num_blocks=num_blocks_of(num_blocks),
         memory_fraction=memory_fraction,
+        host_memory=host_memory,
         enable_prefix_caching=enable_prefix_caching,
         scheduler=scheduler.value,
         attention_backend=attention_backend,

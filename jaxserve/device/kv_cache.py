@@ -12,6 +12,7 @@ from jax import lax
 from jaxserve.config import ModelConfig
 
 COPY_BATCH = 16  # block copies one call of `copy_blocks` makes
+SWAP_BATCH = 8  # blocks that one call of `gather_blocks` or `scatter_blocks` moves
 
 
 @jax.tree_util.register_dataclass
@@ -80,3 +81,28 @@ def copy_blocks(cache: KVCache, pairs_C2: jax.Array) -> KVCache:
     source, destination = pairs_C2[:, 0], pairs_C2[:, 1]
     copy = lambda pool: pool.at[destination].set(pool[source])  # noqa: E731
     return KVCache(k=tuple(map(copy, cache.k)), v=tuple(map(copy, cache.v)))
+
+
+def gather_blocks(cache: KVCache, block_ids_G: jax.Array) -> jax.Array:
+    """Whole blocks in one array [SWAP_BATCH, 2 * L, K, b, d], all layers' keys first: what `HostPool` keeps.
+
+    Args:
+      block_ids_G: int32 [SWAP_BATCH]; unused ones are the sink's.
+    """
+    return jnp.stack([pool[block_ids_G] for pool in (*cache.k, *cache.v)], axis=1)
+
+
+def scatter_blocks(cache: KVCache, block_ids_G: jax.Array, blocks: jax.Array) -> tuple[KVCache, jax.Array]:
+    """Write what `gather_blocks` gives into blocks.
+
+    Args:
+      block_ids_G: int32 [SWAP_BATCH]; no block twice, but for the sink, which unused ones name.
+
+    Returns:
+      The cache, and a number that is there when the cache is: the cache itself is donated to what comes next.
+    """
+    num_layers = len(cache.k)
+    write = lambda pool, index: pool.at[block_ids_G].set(blocks[:, index])  # noqa: E731
+    k = tuple(write(pool, index) for index, pool in enumerate(cache.k))
+    v = tuple(write(pool, num_layers + index) for index, pool in enumerate(cache.v))
+    return KVCache(k=k, v=v), block_ids_G[0]

@@ -12,8 +12,10 @@ from jaxserve.device.kv_cache import block_bytes
 from jaxserve.device.machine_memory import MachineMemory
 from jaxserve.device.memory_account import MemoryAccount, readable_bytes
 from jaxserve.errors import ConfigError
+from jaxserve.scheduler.host_tier import HostSpace
 
 _FRACTION = 0.9  # of all memory, for everything together
+_HOST_FRACTION = 0.125  # of the host's memory, at most, where nothing is asked for
 _CPU_POOL_FRACTION = 0.1  # for the pool of a CPU when nothing is asked for: a laptop wants to keep the rest
 # What a process on a CPU is taken to need beside its arrays, before that can be measured. A fixed number: the pool's
 # size is part of the compiled programs' shapes, so a restart finds its programs only if it finds the same number.
@@ -29,6 +31,7 @@ def size_pool(
     weights: int,
     row_state: int,
     temporaries: Callable[[int], int],
+    host_tier: int = 0,
 ) -> tuple[int, MemoryAccount]:
     """The number of usable KV blocks, and what memory will be for. Allocates nothing.
 
@@ -41,6 +44,7 @@ def size_pool(
       weights, row_state: bytes.
       temporaries: with so many blocks, the most bytes that a program needs while it runs. Compiles the largest
         program, so it is asked only about numbers that fit without: as a rule once, for the number that is used.
+      host_tier: bytes, see `MemoryAccount`.
 
     Raises:
       ConfigError: something does not fit; one line that has the account.
@@ -51,7 +55,8 @@ def size_pool(
     if options.num_blocks is not None and options.num_blocks < 1:
         raise ConfigError(f"num_blocks must be at least 1, got {options.num_blocks}")
     each = block_bytes(model, config.block_size, jnp.dtype(config.dtype))
-    fixed = MemoryAccount(weights, each, row_state, 0, PROCESS_ALLOWANCE if machine.on_host else 0)
+    process = PROCESS_ALLOWANCE if machine.on_host else 0
+    fixed = MemoryAccount(weights, each, row_state, 0, process, host_tier)
     budget = int(machine.total * fraction)
     number = options.num_blocks
     if number is None:
@@ -67,6 +72,32 @@ def size_pool(
             _require_room(account, number, budget, machine, options, config)
             return number, account
         number = max(0, number - -(-over // each))
+
+
+def size_host_tier(
+    options: EngineConfig, config: ResolvedConfig, model: ModelConfig, *, host: MachineMemory
+) -> HostSpace:
+    """How many blocks host memory is to keep. Allocates nothing.
+
+    Args:
+      host: the machine's or the container's memory.
+
+    Raises:
+      ConfigError: what was asked for holds no block, or isn't there.
+    """
+    each = block_bytes(model, config.block_size, jnp.dtype(config.dtype))
+    size = config.host_memory
+    if options.host_memory is None:
+        size = min(size, int(host.total * _HOST_FRACTION))
+    elif 0 < size < each:
+        raise ConfigError(f"host_memory of {size} bytes holds no KV block; one takes {each}")
+    number = size // each
+    if number * each > host.available:
+        raise ConfigError(
+            f"host_memory: {readable_bytes(number * each)} for {number} KV blocks, and only "
+            f"{readable_bytes(host.available)} are free; lower host_memory"
+        )
+    return HostSpace(number, each)
 
 
 def _require_room(

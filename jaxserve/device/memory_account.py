@@ -11,6 +11,7 @@ _NAMES = {
     "weights": "weights",
     "kv_cache": "KV cache",
     "row_state": "row state",
+    "host_tier": "host tier",
     "temporaries": "temporaries",
     "process": "process",
 }
@@ -24,6 +25,8 @@ class MemoryAccount:
       weights: the model's parameters.
       kv_cache: all blocks, the sink included.
       row_state: what sampling remembers of each running sequence.
+      host_tier: blocks in host memory, and on their way there and back; on an accelerator only the latter, which are on
+        the device.
       temporaries: the most that any program needs beside those while it runs, results included.
       process: interpreter, libraries, XLA's runtime, loaded programs and requests; on an accelerator, whatever its
         runtime takes there.
@@ -34,6 +37,7 @@ class MemoryAccount:
     row_state: int
     temporaries: int
     process: int
+    host_tier: int = 0
 
     @property
     def total(self) -> int:
@@ -42,7 +46,7 @@ class MemoryAccount:
     @property
     def arrays(self) -> int:
         """What lives as long as the engine does."""
-        return self.weights + self.kv_cache + self.row_state
+        return self.weights + self.kv_cache + self.row_state + self.host_tier
 
     def by_kind(self) -> dict[str, int]:
         return asdict(self)

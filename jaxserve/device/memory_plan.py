@@ -10,13 +10,15 @@ import jax
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig
-from jaxserve.device.machine_memory import machine_memory
-from jaxserve.device.memory import size_pool
+from jaxserve.device.block_swap import host_tier_bytes
+from jaxserve.device.machine_memory import host_memory, machine_memory
+from jaxserve.device.memory import size_host_tier, size_pool
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
 from jaxserve.device.program_definitions import describe_programs, make_state
 from jaxserve.device.program_memory import temporary_bytes
-from jaxserve.device.programs import NUM_ESSENTIAL, ProgramMaker, program_keys
+from jaxserve.device.programs import ProgramMaker, essential_keys
 from jaxserve.progress import Progress
+from jaxserve.scheduler.host_tier import HostSpace
 from pallas_kernels.paged_attention import Backend
 
 
@@ -26,11 +28,13 @@ class MemoryPlan:
 
     Attributes:
       num_blocks: usable KV blocks.
+      host: room for blocks in host memory.
       account: what memory will be for.
       maker: of the engine's programs; it has made those that were measured.
     """
 
     num_blocks: int
+    host: HostSpace
     account: MemoryAccount
     maker: ProgramMaker
 
@@ -57,7 +61,9 @@ def plan_memory(
     """
     one_block = jax.eval_shape(lambda: make_state(model, config, 1))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    keys = program_keys(buckets)[:NUM_ESSENTIAL]
+    keys = essential_keys(buckets, swaps=config.host_memory > 0)
+    machine = machine_memory()
+    host = size_host_tier(options, config, model, host=machine if machine.on_host else host_memory())
     makers: dict[int, ProgramMaker] = {}
 
     def temporaries(num_blocks: int) -> int:
@@ -79,9 +85,10 @@ def plan_memory(
         options,
         config,
         model,
-        machine=machine_memory(),
+        machine=machine,
         weights=weights,
         row_state=tree_bytes((one_block.sampling, one_block.last_token_ids_R)),
         temporaries=temporaries,
+        host_tier=host_tier_bytes(host, on_host=machine.on_host),
     )
-    return MemoryPlan(num_blocks, account, makers[num_blocks])
+    return MemoryPlan(num_blocks, host, account, makers[num_blocks])

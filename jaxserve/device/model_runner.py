@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch.bucket import Bucket
@@ -20,12 +22,14 @@ from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
+from jaxserve.device.block_swap import BlockSwap, host_tier_bytes
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
 from jaxserve.device.host_allocator import release_free_memory
+from jaxserve.device.host_pool import HostPool
 from jaxserve.device.machine_memory import machine_memory
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
 from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
-from jaxserve.device.programs import NUM_ESSENTIAL, ProgramKey, ProgramMaker, program_keys
+from jaxserve.device.programs import ProgramKey, ProgramMaker, essential_keys, program_keys
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,
@@ -40,6 +44,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
 from jaxserve.request import Request
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from pallas_kernels.paged_attention import Backend
 
@@ -71,8 +76,10 @@ class ModelRunner:
       attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
       buckets: all shapes there will be.
+      host: room for KV blocks in host memory; None is none.
       cache_directory: where compiled programs are kept between starts; None keeps none.
       maker: of the same programs, if some of them had to be made before; None makes one.
+      clock: seconds, for measuring transfers of blocks.
       observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
 
     Attributes:
@@ -92,7 +99,9 @@ class ModelRunner:
         num_blocks: int,
         buckets: ShapeBuckets,
         cache_directory: Path | None,
+        host: HostSpace | None = None,
         maker: ProgramMaker | None = None,
+        clock: Callable[[], float] = time.perf_counter,
         observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
     ) -> None:
         if config.deterministic and any(min(b.tokens, b.seqs) < 2 for b in buckets.all_buckets()):
@@ -117,6 +126,14 @@ class ModelRunner:
         self._maker = maker
         self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker, self._on_ready)
         self._compile_counter = CompileCounter()
+        self._host = host or HostSpace()
+        self._swap: BlockSwap | None = None
+        if self._host.num_blocks:
+            pool = HostPool(
+                model, self._host.num_blocks, config.block_size, np.dtype(jnp.dtype(config.dtype))
+            )
+            block_bytes = self._host.block_bytes
+            self._swap = BlockSwap(pool, self._executables.__getitem__, block_bytes=block_bytes, clock=clock)
 
     @property
     def num_compiled(self) -> int:
@@ -141,9 +158,13 @@ class ModelRunner:
             than it needs (`buckets` knows which there are); a thread of low priority makes the rest.
         """
         threads = min(4, os.cpu_count() or 1)
-        keys = program_keys(self.buckets.planned)
-        first = keys if wait_for_all else keys[:NUM_ESSENTIAL]
+        buckets, swaps = self.buckets.planned, self._maker.programs.swaps
+        keys = program_keys(buckets, swaps=swaps)
+        first = keys if wait_for_all else essential_keys(buckets, swaps=swaps)
         self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")
+        if self._swap is not None:
+            cache = self._swap.calibrate(self._state.kv_cache)
+            self._state = dataclasses.replace(self._state, kv_cache=cache)
         if not wait_for_all:
             self._executables.build_in_background(keys)
 
@@ -160,10 +181,13 @@ class ModelRunner:
         machine = machine_memory()
         missing = self.buckets.progress.total - self.buckets.progress.ready
         process = machine.used - weights - kv_cache - row_state
+        if self._swap is not None and machine.on_host:
+            process -= self._swap.pool.num_bytes
         if machine.on_host:
             process += _SERVING_BYTES + missing * _SHAPE_BYTES
             process += _COMPILER_BYTES if missing and self.num_compiled else 0
-        return MemoryAccount(weights, kv_cache, row_state, temporaries, max(process, 0))
+        host_tier = host_tier_bytes(self._host, on_host=machine.on_host)
+        return MemoryAccount(weights, kv_cache, row_state, temporaries, max(process, 0), host_tier)
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
         """Hand a step to the device, behind those launched before, and wait for none of them.
@@ -171,6 +195,10 @@ class ModelRunner:
         Whatever goes wrong in here leaves the donated state undefined: the engine must not be used afterwards.
         """
         with self._compile_counter:
+            if self._swap is not None:
+                self._swap.swap_out(self._state.kv_cache, plan.swap_out)
+                cache = self._swap.swap_in(self._state.kv_cache, plan.swap_in)
+                self._state = dataclasses.replace(self._state, kv_cache=cache)
             self._copy_blocks(plan.block_copies)
             for row in batch.rows:
                 if row.is_new and needs_state_row(row.request):
@@ -191,7 +219,11 @@ class ModelRunner:
         with self._compile_counter:
             if self._observe_logits is not None:
                 self._observe_logits(step.batch, jax.device_get(step.output.sampled.logits_SV))
-            return _read_back(step.output, step.batch)
+            result = _read_back(step.output, step.batch)
+            if self._swap is not None:
+                self._swap.collect()
+                result.transfers = self._swap.take_transfers()
+            return result
 
     def close(self) -> None:
         """Free all device memory."""

@@ -27,6 +27,8 @@ from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
 COPY_BLOCKS = "copy_blocks"
 LOAD_ROW = "load_row"
+GATHER_BLOCKS = "gather_blocks"
+SCATTER_BLOCKS = "scatter_blocks"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Programs:
       model: see `StepModel`.
       params: a model's parameters, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
       keep_logits: steps return their logits as well.
+      swaps: there are programs that move blocks to host memory and back.
       identity: by name, all that decides what the programs are besides versions, code and device; for the manifest.
     """
 
@@ -48,6 +51,7 @@ class Programs:
     params: StepParams
     state: DeviceState
     keep_logits: bool
+    swaps: bool
     identity: dict[str, Any]
 
 
@@ -98,7 +102,8 @@ def describe_programs(
         "arrays": _digest((params, state)),
     }
     parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731
-    return Programs(parts, on_cpu, cut, params, state, keep_logits, identity)
+    swaps = config.host_memory > 0
+    return Programs(parts, on_cpu, cut, params, state, keep_logits, swaps, identity)
 
 
 def _digest(arrays: Any) -> str:
@@ -234,6 +239,14 @@ def state_program(programs: Programs, key: str) -> Definition:
     if key == COPY_BLOCKS:
         copies = (state.kv_cache, _ints(kv_cache.COPY_BATCH, 2))
         return _define(key, kv_cache.copy_blocks, (0,), copies, result=state.kv_cache)
+    if key in (GATHER_BLOCKS, SCATTER_BLOCKS):
+        pool, block_ids = state.kv_cache.k[0], _ints(kv_cache.SWAP_BATCH)
+        shape = (kv_cache.SWAP_BATCH, 2 * len(state.kv_cache.k), *pool.shape[1:])
+        blocks = jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.sharding)
+        if key == GATHER_BLOCKS:
+            return _define(key, kv_cache.gather_blocks, (), (state.kv_cache, block_ids), result=0)
+        into = (state.kv_cache, block_ids, blocks)
+        return _define(key, kv_cache.scatter_blocks, (0,), into, result=(state.kv_cache, 0))
     assert key == LOAD_ROW
     values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
     entries = (state.sampling, _ints(), _ints(), _ints(ROW_CHUNK), _ints(ROW_CHUNK), values)

@@ -17,7 +17,9 @@ from jaxserve.device.compiled import BuildStoppedError
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
     COPY_BLOCKS,
+    GATHER_BLOCKS,
     LOAD_ROW,
+    SCATTER_BLOCKS,
     Definition,
     Programs,
     parts_of_step,
@@ -31,13 +33,22 @@ from jaxserve.device.traced_sources import hash_sources, traced_sources
 from jaxserve.progress import Progress
 
 ProgramKey = Bucket | str
-NUM_ESSENTIAL = 4  # COPY_BLOCKS, LOAD_ROW, the largest shape and the smallest
 
 
-def program_keys(buckets: ShapeBuckets) -> list[ProgramKey]:
-    """Everything that an engine may ever run; with the first `NUM_ESSENTIAL` it can run any step."""
-    largest, *others = in_order_of_use(buckets.all_buckets())
-    return [largest, COPY_BLOCKS, LOAD_ROW, *others]
+def essential_keys(buckets: ShapeBuckets, *, swaps: bool) -> list[ProgramKey]:
+    """With these an engine can run any step: the largest shape first, and the smallest.
+
+    Args:
+      swaps: see `Programs`.
+    """
+    largest, *smallest = in_order_of_use(buckets.all_buckets())[:2]
+    moves = [GATHER_BLOCKS, SCATTER_BLOCKS] if swaps else []
+    return [largest, COPY_BLOCKS, LOAD_ROW, *moves, *smallest]
+
+
+def program_keys(buckets: ShapeBuckets, *, swaps: bool) -> list[ProgramKey]:
+    """Everything that an engine may ever run, the essential ones first."""
+    return [*essential_keys(buckets, swaps=swaps), *in_order_of_use(buckets.all_buckets())[2:]]
 
 
 def open_cache(programs: Programs, directory: Path, device: DeviceIdentity) -> ExecutableCache | None:

@@ -7,6 +7,7 @@ computed again after a preemption, with those of the request alone: one token a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,7 @@ OPTIONS = EngineConfig(
     max_num_batched_tokens=64,
     block_size=16,
     deterministic=True,
+    host_memory=2**21,
 )
 FINE = ((2, (2,)), (24, (12,)), (64, (12,)))
 ROUGH = FINE[-1:]
@@ -140,6 +142,16 @@ def test_preempted(watched: Watched, prefix_caching: bool) -> None:
     assert engine.stats.preemptions > 3
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_swapped(watched: Watched, prefix_caching: bool, overlap: bool) -> None:
+    options = {"num_blocks": 22, "num_host_blocks": 40, "clock": itertools.count().__next__}
+    engine = watched.fine.engine(enable_prefix_caching=prefix_caching, overlap=overlap, **options)
+    watched.check(run(engine, REQUESTS))
+    assert engine.stats.swap.preemptions > 3
+    assert engine.stats.swap.in_blocks > 10
+
+
 def test_cached(watched: Watched) -> None:
     engine = watched.fine.engine()
     for _ in range(2):
@@ -159,6 +171,7 @@ def schedules(
         "max_prefill_chunk": draw(st.sampled_from([1, 5, 16, 33, 64])),
         "max_num_seqs": draw(st.sampled_from([1, 3, 12])),
         "enable_prefix_caching": draw(st.booleans()),
+        "num_host_blocks": draw(st.sampled_from([0, 3, 60])),
     }
     chosen = draw(st.lists(st.sampled_from(range(len(REQUESTS))), min_size=2, unique=True))
     arrivals: dict[int, list[GenerationRequest]] = {}
