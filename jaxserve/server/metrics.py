@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.request import FinishReason
+from jaxserve.server.swap_metrics import swap_metrics
 from jaxserve.stats import EngineStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -125,6 +126,7 @@ class _EngineCollector(Collector):
             yield counter
         yield self._memory()
         yield from self._bucket_counters()
+        yield from swap_metrics(stats, self._model)
 
     def _memory(self) -> Metric:
         gauge = GaugeMetricFamily(

@@ -16,7 +16,9 @@ from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig, resolve
 from jaxserve.device.attention import choose_attention
 from jaxserve.device.program_definitions import (
     COPY_BLOCKS,
+    GATHER_BLOCKS,
     LOAD_ROW,
+    SCATTER_BLOCKS,
     Programs,
     describe_programs,
     parts_of_step,
@@ -27,7 +29,10 @@ from scripts.aot import hlo
 
 MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 1, 4, 2, 8, 512)
 NUM_BLOCKS = 20_000  # a layer's keys weigh more than all else
-FORMATS = [EngineConfig(dtype="float32"), EngineConfig(dtype="bfloat16", quantization="int8")]
+FORMATS = [
+    EngineConfig(dtype="float32", host_memory=10**6),
+    EngineConfig(dtype="bfloat16", quantization="int8", host_memory=10**6),
+]
 
 
 def corners(config: ResolvedConfig) -> list[Bucket]:
@@ -93,13 +98,19 @@ def test_no_program_makes_an_array_of_the_caches_size(options: EngineConfig) -> 
     text = here.maker(COPY_BLOCKS).as_text()
     assert list(arrays_as_large_as_a_pool(text, size)) == []
     assert hlo.aliased_outputs(text) == {0: 0, 1: 1}
+    text = here.maker(GATHER_BLOCKS).as_text()
+    assert list(arrays_as_large_as_a_pool(text, size)) == []
+    assert hlo.aliased_outputs(text) == {}
+    text = here.maker(SCATTER_BLOCKS).as_text()
+    assert list(arrays_as_large_as_a_pool(text, size)) == []
+    assert hlo.aliased_outputs(text) == {0: 0, 1: 1}
 
 
 def test_the_largest_shape_needs_the_most() -> None:
     """Memory is planned by it alone, before the others exist."""
     here = made(FORMATS[0])
-    largest, *rest = program_keys(default_buckets(here.config))[:3]
-    assert rest == [COPY_BLOCKS, LOAD_ROW]
+    largest, *rest = program_keys(default_buckets(here.config), swaps=True)[:5]
+    assert rest == [COPY_BLOCKS, LOAD_ROW, GATHER_BLOCKS, SCATTER_BLOCKS]
     most = max(temporary_bytes(here.maker(key)) for key in (largest, *rest))
     assert most > 0
     for bucket in corners(here.config)[1:]:  # the smallest's are tiny

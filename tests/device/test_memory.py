@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig, ModelConfig
+from jaxserve.device.block_swap import NUM_BUFFERS, host_tier_bytes
 from jaxserve.device.kv_cache import block_bytes
 from jaxserve.device.machine_memory import MachineMemory
-from jaxserve.device.memory import PROCESS_ALLOWANCE, size_pool
+from jaxserve.device.memory import PROCESS_ALLOWANCE, size_host_tier, size_pool
 from jaxserve.device.memory_account import MemoryAccount
 from jaxserve.errors import ConfigError
+from jaxserve.scheduler.host_tier import HostSpace
 from tests.fakes import make_config
 
 MODEL = ModelConfig("LlamaForCausalLM", 256, 32, 64, 2, 4, 2, 8, 128)
@@ -180,3 +182,38 @@ def test_half_the_bytes_give_twice_the_blocks() -> None:
         temporaries=lambda n: 0,
     )
     assert number == 20
+
+
+@given(size=st.integers(0, 40 * EACH), total=st.integers(0, 100 * EACH), share=st.floats(0, 1))
+def test_host_memory_that_is_asked_for_is_had_or_refused(size: int, total: int, share: float) -> None:
+    config = dataclasses.replace(CONFIG, host_memory=size)
+    memory = host(total, available=int(total * share))
+    options = EngineConfig(host_memory=size)
+    if 0 < size < EACH or size // EACH * EACH > memory.available:
+        with pytest.raises(ConfigError, match="host_memory"):
+            size_host_tier(options, config, MODEL, host=memory)
+    else:
+        assert size_host_tier(options, config, MODEL, host=memory) == HostSpace(size // EACH, EACH)
+
+
+def test_host_memory_by_default_is_an_eighth_at_most() -> None:
+    config = dataclasses.replace(CONFIG, host_memory=100 * EACH)
+    sized = lambda total: size_host_tier(EngineConfig(), config, MODEL, host=host(total))  # noqa: E731
+    assert sized(80 * EACH).num_blocks == 10
+    assert sized(8000 * EACH).num_blocks == 100
+
+
+def test_host_memory_counts_where_it_is_the_devices() -> None:
+    """And what is on its way, everywhere."""
+    space = HostSpace(50, EACH)
+    assert host_tier_bytes(space, on_host=True) == (50 + NUM_BUFFERS) * EACH
+    assert host_tier_bytes(space, on_host=False) == NUM_BUFFERS * EACH
+    assert host_tier_bytes(HostSpace(0, EACH), on_host=True) == 0
+    together = FIXED + 10 * EACH
+    arguments = {"weights": WEIGHTS, "row_state": ROW_STATE, "temporaries": lambda number: 0}
+    options = EngineConfig(memory_fraction=1.0)
+    without, _ = size_pool(options, CONFIG, MODEL, machine=device(together), **arguments)
+    number, account = size_pool(
+        options, CONFIG, MODEL, machine=device(together), host_tier=3 * EACH, **arguments
+    )
+    assert (without, number, account.host_tier, account.total) == (10, 7, 3 * EACH, together)

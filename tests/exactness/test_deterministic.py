@@ -145,7 +145,7 @@ def test_preempted(watched: Watched, prefix_caching: bool) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_swapped(watched: Watched, prefix_caching: bool, overlap: bool) -> None:
-    """Each comes with a higher priority than those before. By the clock every look takes a second: computing is dear."""
+    """Each comes with a higher priority than those before. By the clock a look takes a second: computing is dear."""
     arrivals = {6 * i: [dataclasses.replace(asked, priority=-i)] for i, asked in enumerate(REQUESTS)}
     options = {"num_blocks": 22, "num_host_blocks": 60, "clock": itertools.count().__next__}
     engine = watched.fine.engine(enable_prefix_caching=prefix_caching, overlap=overlap, **options)

@@ -36,7 +36,8 @@ def assert_tier_at_rest(engine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(
-    "options", [{"enable_prefix_caching": False}, {"num_host_blocks": 9}, {"max_num_seqs": 3, "num_blocks": 20}]
+    "options",
+    [{"enable_prefix_caching": False}, {"num_host_blocks": 9}, {"max_num_seqs": 3, "num_blocks": 20}],
 )
 def test_every_kind_of_request_is_as_alone(tiny_model, mixed, options, overlap) -> None:
     """Seeds, penalties, stop strings, n, logprobs, prompt logprobs; with ample host memory, and with too little."""

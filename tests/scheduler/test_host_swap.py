@@ -29,7 +29,7 @@ def pressed(host_blocks: int = 40, **config: object) -> tuple[Harness, Request]:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_only_what_others_take_moves_and_only_that_comes_back(caching: bool, overlap: bool) -> None:
-    harness, victim = pressed(enable_prefix_caching=caching, overlap=overlap)
+    harness, _ = pressed(enable_prefix_caching=caching, overlap=overlap)
     full = 7  # of 31 computed tokens
     swap = harness.stats().swap
     assert (swap.preemptions, swap.pinned_blocks) == (1, full)
@@ -155,7 +155,9 @@ class Turns:
     host_blocks=st.sampled_from([1, 2, 5, 12, 100]),
     caching=st.booleans(),
     overlap=st.booleans(),
-    lives=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(0, 6)), min_size=2, max_size=7),
+    lives=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(0, 6)), min_size=2, max_size=7
+    ),
 )
 def test_everybody_ends_although_all_are_preempted_in_turn(
     blocks: int, host_blocks: int, caching: bool, overlap: bool, lives: list[tuple[int, int, int]]
@@ -180,5 +182,7 @@ def test_everybody_ends_although_all_are_preempted_in_turn(
     assert harness.num_steps <= waits + sum(p + o + 1 for p, o in sizes) + again
     wasted = harness.runner.num_computed - harness.needed_tokens()
     assert wasted <= preemptions * capacity
-    if host_blocks == 100:  # ample: only partly filled blocks are computed again, and the step that overlap throws away
+    if (
+        host_blocks == 100
+    ):  # ample: only partly filled blocks are computed again, and the step that overlap throws away
         assert wasted <= preemptions * (3 + 8 * overlap)

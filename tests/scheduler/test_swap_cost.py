@@ -36,7 +36,10 @@ def test_until_a_transfer_is_measured_a_slow_link_is_assumed() -> None:
 
 
 @given(
-    blocks=st.integers(1, 30), out=st.floats(1e-4, 1e-1), back=st.floats(1e-4, 1e-1), token=st.floats(1e-5, 1e-2)
+    blocks=st.integers(1, 30),
+    out=st.floats(1e-4, 1e-1),
+    back=st.floats(1e-4, 1e-1),
+    token=st.floats(1e-5, 1e-2),
 )
 def test_the_cheaper_way_is_taken(blocks: int, out: float, back: float, token: float) -> None:
     cost = make(token)

@@ -19,7 +19,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 TOLERANCE = 0.05
 # So that the arrays weigh something beside the process: a pool of 328 MB.
-FLAGS = ("--num-blocks", "20000", "--max-num-seqs", "4", "--max-num-batched-tokens", "16")
+FLAGS = (
+    "--num-blocks",
+    "20000",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "16",
+    "--host-memory",
+    "100000000",
+)
 PROMPT_TOKENS, REQUESTS = 150, 24
 
 
@@ -78,9 +87,9 @@ def test_the_account_is_what_the_process_uses(tiny_checkpoint_dir: Path, cache_h
         assert compiled == (0 if start == "again" else kept), "what was measured is compiled once"
         for kind, name in (("weights", "weights"), ("kv_cache", "KV cache"), ("process", "process")):
             assert re.search(rf"^  {name} +{account[kind] / 1e6:.1f} MB$", server.logs, re.MULTILINE)
-    assert set(account) == {"weights", "kv_cache", "row_state", "temporaries", "process"}
+    assert set(account) == {"weights", "kv_cache", "row_state", "temporaries", "process", "host_tier"}
     print(f"together {sum(account.values()):,.0f}, used {peak:,}")
     assert is_exact(account, peak), f"{account}, together {sum(account.values()):,.0f}; used {peak:,}"
-    for kind in ("kv_cache", "process"):  # it is not exact by being wide
+    for kind in ("kv_cache", "process", "host_tier"):  # it is not exact by being wide
         assert not is_exact({**account, kind: 0}, peak)
         assert not is_exact({**account, kind: account[kind] * 1.5}, peak)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.stats import BucketStats, EngineStats
+from jaxserve.stats import BucketStats, EngineStats, SwapStats
 
 BUCKETS = [(2, 2), (16, 4), (16, 16), (300, 64)]
 
@@ -47,3 +47,23 @@ def test_steps_and_padding_are_told_apart_by_bucket() -> None:
         (300, 64): 0,
     }
     assert (stats.steps, stats.useful_tokens, stats.padded_tokens) == (3, 29, 34)
+
+
+def test_preemptions_and_swaps_are_told_apart_by_kind() -> None:
+    swap = SwapStats(blocks=50, used_blocks=7, pinned_blocks=3, block_bytes=1000, out_blocks=9, in_blocks=4)
+    swap.preemptions, swap.requests_in, swap.hits, swap.in_bytes_per_second = 2, 1, 64, 5e9
+    text = ServerMetrics(EngineStats(preemptions=5, swap=swap), "m").render().decode()
+    seen = {
+        (sample.name, *(v for k, v in sample.labels.items() if k != "model_name")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert seen["jaxserve:preemptions_total", "swap"] == 2
+    assert seen["jaxserve:preemptions_total", "recompute"] == 3
+    assert seen["jaxserve:swap_bytes_total", "out"] == 9000
+    assert seen["jaxserve:swap_bytes_total", "in"] == 4000
+    assert seen["jaxserve:swap_blocks_total", "in"] == 4
+    states = {key[1]: value for key, value in seen.items() if key[0] == "jaxserve:host_tier_blocks"}
+    assert states == {"all": 50, "used": 7, "pinned": 3}
+    assert seen["jaxserve:swap_bytes_per_second", "in"] == 5e9
+    assert (seen["jaxserve:swapped_requests_total",], seen["jaxserve:host_tier_hits_total",]) == (1, 64)
