@@ -121,6 +121,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     scheduler.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
     )
+    swap = commands.add_parser(
+        "swap",
+        help="moving KV blocks to host memory and back, against computing them again",
+        description="Time the blocks of a prompt going to host memory and back, and the prompt's computation, in "
+        "turn. The last line is ratio=X.X, computing over moving. Exit codes: 0; 2 for bad input.",
+    )
+    _add_engine(swap)
+    _add_formats(swap)
+    swap.add_argument("--tokens", type=_positive, default=1000, metavar="N", help="[default: 1000]")
+    swap.add_argument("--repeats", type=_positive, default=7, metavar="K", help="[default: 7]")
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -305,6 +315,19 @@ def _measure_scheduler(arguments: argparse.Namespace, progress: Progress) -> Mea
     return scheduler_cost.report(costs), scheduler_cost.to_json(costs, steps=arguments.steps), 0
 
 
+def _measure_swap(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import swap
+
+    times = swap.measure_swap(
+        arguments.model,
+        _options(arguments, **_formats(arguments)),
+        num_tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        progress=progress,
+    )
+    return swap.report(times), swap.to_json(times), 0
+
+
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -355,6 +378,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "step": _measure_step,
     "growth": _measure_growth,
     "scheduler": _measure_scheduler,
+    "swap": _measure_swap,
     "quality": _measure_quality,
     "simulation": _measure_simulation,
 }

@@ -100,15 +100,18 @@ class BlockSwap:
         moved, self._moved = self._moved, BlockTransfers()
         return moved
 
-    def calibrate(self, cache: KVCache) -> KVCache:
-        """Move a batch of the sink there and back on an idle device: the first to be told of by `take_transfers`."""
-        count = min(SWAP_BATCH, self.pool.num_blocks)
+    def calibrate(self, cache: KVCache, num_blocks: int = SWAP_BATCH) -> KVCache:
+        """Move the first blocks there and back on an idle device: the first to be told of by `take_transfers`.
+
+        To be called before anything is in host memory.
+        """
+        count = min(num_blocks, self.pool.num_blocks, cache.k[0].shape[0])
         for _ in range(2):  # the first time costs what is only done once
             self._moved = BlockTransfers()
             jax.block_until_ready(cache)
-            self.swap_out(cache, [(0, host) for host in range(count)])
+            self.swap_out(cache, [(i, i) for i in range(count)])
             self.collect()
-            cache = self.swap_in(cache, [(host, 0) for host in range(count)])
+            cache = self.swap_in(cache, [(i, i) for i in range(count)])
             started = self._clock()
             jax.block_until_ready(cache)
             self._count_in(0, started)
