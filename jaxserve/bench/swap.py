@@ -120,8 +120,8 @@ def report(times: SwapTimes) -> str:
     return "\n".join(
         (
             "",
-            f"{times.model}, {times.config.dtype}: {times.num_tokens} tokens, {times.num_bytes / 1e6:.1f} MB, blocks of "
-            f"{times.config.block_size} tokens; medians of {len(times.out)}, for 1,000 tokens:",
+            f"{times.model}, {times.config.dtype}: {times.num_tokens} tokens, {times.num_bytes / 1e6:.1f} MB in "
+            f"blocks of {times.config.block_size}; medians of {len(times.out)}, for 1,000 tokens:",
             f"  to host memory  {out * per * 1e3:9.1f} ms  {rate(out)}",
             f"  and back        {back * per * 1e3:9.1f} ms  {rate(back)}",
             f"  computed again  {computed * per * 1e3:9.1f} ms",
