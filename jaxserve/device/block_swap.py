@@ -100,6 +100,11 @@ class BlockSwap:
         moved, self._moved = self._moved, BlockTransfers()
         return moved
 
+    def reset(self) -> None:
+        """Forget what is under way, as the device has lost it."""
+        self._out.clear()
+        self._in.clear()
+
     def calibrate(self, cache: KVCache, num_blocks: int = SWAP_BATCH) -> KVCache:
         """Move the first blocks there and back on an idle device: the first to be told of by `take_transfers`.
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduler.block_moves import BlockMoves
 from tests.fakes import make_group, make_request
 from tests.scheduler.harness import Harness
 
@@ -186,3 +187,32 @@ def test_everybody_ends_although_all_are_preempted_in_turn(
         host_blocks == 100
     ):  # ample: only partly filled blocks are computed again, and the step that overlap throws away
         assert wasted <= preemptions * (3 + 8 * overlap)
+
+
+def test_no_block_comes_in_to_where_a_copy_of_the_same_plan_reads() -> None:
+    """Copies run last, so their source must not be overwritten before: such a block is computed instead."""
+    harness = Harness(8, host_blocks=20)
+    prompt = list(range(25))
+    harness.run(make_request("a", prompt, 2))
+    harness.run(make_request("b", 28, 3))
+    kv = harness.scheduler._kv
+    request = make_request("c", prompt, 2)
+    reuse = kv.find_reusable(request, limit=24)
+    assert len(reuse.host_digests) > 3
+    due = kv.pool.free_ids()[2]  # the third to be handed out, as no free block before it is among the hits
+    assert not set(kv.pool.free_ids()[:3]) & set(reuse.block_ids)
+    kv.swap.moves.copies[99] = due
+    reused = kv.admit(request, reuse, 26)
+    assert reused == (len(reuse.block_ids) + 2) * BLOCK
+    assert due not in kv.swap.moves.ins
+    assert len(kv.swap.moves.ins) == 2
+
+
+def test_who_is_given_a_block_gets_nothing_of_who_had_it_in_the_same_plan() -> None:
+    moves = BlockMoves(ins={5: 1, 6: 2}, copies={7: 3})
+    moves.handed_out([6, 7, 8])
+    assert (moves.ins, moves.copies) == ({5: 1}, {})
+    moves.take_out(10, 0)
+    moves.take_out(11, 1)
+    moves.take_out(12, 0)  # the host block changed hands twice
+    assert list(moves.outs.items()) == [(1, 11), (0, 12)]
