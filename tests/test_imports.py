@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recording": ENGINE | {"engine", "workload"},
     "replay": ENGINE | {"engine", "engine_factory", "workload", "recording", "simulation"},
     "simulation": ENGINE | {"engine", "workload", "recording"},
-    "bench": ENGINE | {"engine", "engine_factory", "workload", "recording", "simulation"},
+    "bench": ENGINE | {"engine", "engine_factory", "engine_setup", "workload", "recording", "simulation"},
     "server": ENGINE | {"engine", "engine_factory"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
     "cli": ENGINE
