@@ -80,7 +80,7 @@ class EngineStats:
       refusals: requests refused because of load, by `OverloadedError.reason`.
       ttft_predictions: requests whose predicted time to first token has been compared with the actual one.
       ttft_predicted_seconds, ttft_actual_seconds, ttft_error_seconds: sums over these, the last one of absolute errors.
-      ttft_correction: what predictions are multiplied by, learned from the actual ones (gauge).
+      ttft_correction: what predictions for interactive requests are multiplied by, learned from actual ones (gauge).
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found, on the device or in host memory.
       swap: what host memory does for the cache.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).

@@ -55,10 +55,14 @@ class Forecast:
             self._policy.is_long(tokens),
             self._kv.blocks_for(admission.tokens_to_start(request)),
         )
+        load, waiting = self._load(entry.key[:2]), self.waiting()
+        mean_tokens = waiting.tokens // max(waiting.seqs, 1)
+        fit = min(load.open_slots, load.open_blocks // self._kv.blocks_for(mean_tokens + 1), waiting.seqs)
         return predict_ttft(
-            self._load(entry.key[:2]),
+            load,
             self._short_queue.ahead_of(entry.key),
             self._long_queue.ahead_of(entry.key),
+            load.prefill_tokens + fit * mean_tokens,
             own,
             self._policy,
             self._step_times,
@@ -68,9 +72,9 @@ class Forecast:
         """The same were nothing else there."""
         tokens = entry.request.num_tokens - num_cached_tokens
         limit, seqs = self._config.max_num_batched_tokens, self._config.max_num_seqs
-        idle = Load(limit, seqs, 0, 0, 0, 0, 0, (), seqs, self._kv.pool.num_blocks)
+        idle = Load(limit, seqs, 0, 0, 0, 0, 0, 0, seqs, 0, (), seqs, self._kv.pool.num_blocks)
         own = Newcomer(tokens, num_cached_tokens, False, 1)
-        return predict_ttft(idle, QueuedWork(), QueuedWork(), own, self._policy, self._step_times)
+        return predict_ttft(idle, QueuedWork(), QueuedWork(), 0, own, self._policy, self._step_times)
 
     def departures(self, number: int) -> float | None:
         """Seconds until so many places in the queue are free."""
@@ -87,7 +91,7 @@ class Forecast:
         return found
 
     def _measure(self, level: Level) -> Load:
-        decodes = decode_keys = prefills = short_tokens = long_tokens = preemptible = 0
+        decodes = decode_keys = prefills = short_tokens = long_tokens = prefill_tokens = preemptible = 0
         free_blocks = self._kv.pool.num_free
         ends = []
         for entry in self._running:
@@ -98,7 +102,9 @@ class Forecast:
             if unplanned <= 1:
                 decodes += 1
                 decode_keys += request.num_tokens
-            elif entry.key[0] <= level[0]:
+            else:
+                prefill_tokens += unplanned
+            if unplanned > 1 and entry.key[0] <= level[0]:
                 prefills += 1
                 if self._policy.is_long(unplanned):
                     long_tokens += unplanned
@@ -119,6 +125,9 @@ class Forecast:
             prefills,
             short_tokens,
             long_tokens,
+            prefill_tokens,
+            self._config.max_num_seqs - len(self._running),
+            self._kv.pool.num_free,
             tuple(ends),
             self._config.max_num_seqs - len(self._running) + preemptible,
             free_blocks,

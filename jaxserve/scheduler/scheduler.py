@@ -320,21 +320,27 @@ class Scheduler(BaseScheduler):
             return
         cached = self._kv.find_reusable(request, limit=self._reuse_limit(entry)).num_tokens
         raw = self._forecast.ttft(entry, cached)
-        if raw is None or (not self._entries and self._ttfts.is_stale(now)):
+        if raw is None:
             return
-        correction = self._ttfts.correction(now)
+        rank = entry.key[0]
+        may_refuse = bool(self._entries) or not self._ttfts.is_stale(rank, now)
+        correction = self._ttfts.correction(rank, now)
         predicted = now - request.arrival_time + raw * correction
-        if target is not None and predicted > target:
+        if target is not None and predicted > target and may_refuse:
             alone = self._forecast.ttft_alone(entry, cached)
             raise refusal_of(predicted, target, None if alone is None else alone * correction)
         self._predicted_step = self._step_id
-        self._ttfts.expect(request.request_id, request.arrival_time, now, raw)
+        self._ttfts.expect(request.request_id, rank, request.arrival_time, now, raw)
 
     def _seconds_to_drain(self, num_seqs: int, num_tokens: int) -> float | None:
         waiting = self._forecast.waiting()
         mean_tokens = max(1, waiting.tokens // max(waiting.seqs, 1))
         seconds = self._forecast.departures(max(num_seqs, -(-num_tokens // mean_tokens)))
-        return None if seconds is None else seconds * self._ttfts.correction(self._now)
+        return (
+            None
+            if seconds is None
+            else seconds * self._ttfts.correction(CLASS_RANKS[ServiceClass.INTERACTIVE], self._now)
+        )
 
     def _num_waiting_tokens(self) -> int:
         return self._forecast.waiting().tokens

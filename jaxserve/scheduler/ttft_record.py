@@ -14,6 +14,7 @@ _STALE = 60.0  # seconds after which an idle engine's knowledge counts as none
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
+    rank: int
     arrival: float
     made_at: float
     raw: float  # seconds from `made_at`, uncorrected
@@ -27,8 +28,9 @@ class TtftRecord:
     What is learned fades: requests refused because of a bad correction would otherwise never show that it is bad.
     """
 
-    _correction: float = 1.0
-    _learned_at: float = 0.0
+    _corrections: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by class: value, when learned
     _expected: dict[str, _Expected] = field(default_factory=dict)
     _count: int = 0
     _predicted_seconds: float = 0.0
@@ -40,19 +42,19 @@ class TtftRecord:
         """Whether the first token of any request is to be compared with its prediction."""
         return bool(self._expected)
 
-    def correction(self, now: float) -> float:
-        """What to multiply a prediction by."""
-        elapsed = max(0.0, now - self._learned_at)
-        return 1.0 + (self._correction - 1.0) * 0.5 ** (elapsed / _HALF_LIFE)
+    def correction(self, rank: int, now: float) -> float:
+        """What to multiply a prediction by, for a request of class `rank`: one class passes the other."""
+        value, learned_at = self._corrections.get(rank, (1.0, now))
+        return 1.0 + (value - 1.0) * 0.5 ** (max(0.0, now - learned_at) / _HALF_LIFE)
 
-    def is_stale(self, now: float) -> bool:
+    def is_stale(self, rank: int, now: float) -> bool:
         """Whether nothing has been learned for so long that an idle engine should rather try than predict."""
-        return now - self._learned_at > _STALE
+        return rank not in self._corrections or now - self._corrections[rank][1] > _STALE
 
-    def expect(self, request_id: str, arrival: float, now: float, raw: float) -> None:
+    def expect(self, request_id: str, rank: int, arrival: float, now: float, raw: float) -> None:
         """A request was taken for which `raw` seconds from now were predicted, uncorrected."""
-        predicted = now - arrival + raw * self.correction(now)
-        self._expected[request_id] = _Expected(arrival, now, raw, predicted)
+        predicted = now - arrival + raw * self.correction(rank, now)
+        self._expected[request_id] = _Expected(rank, arrival, now, raw, predicted)
 
     def first_token(self, request_id: str, now: float) -> None:
         """Its first token is there. No change if nothing was predicted."""
@@ -67,9 +69,8 @@ class TtftRecord:
         if expected.raw > 0:
             low, high = _RANGE
             seen = min(max((now - expected.made_at) / expected.raw, low), high)
-            known = self.correction(now)
-            self._correction = known + _SHARE * (seen - known)
-        self._learned_at = now
+            known = self.correction(expected.rank, now)
+            self._corrections[expected.rank] = known + _SHARE * (seen - known), now
 
     def forget(self, request_id: str) -> None:
         """It will have no first token."""
@@ -80,4 +81,4 @@ class TtftRecord:
         stats.ttft_predicted_seconds = self._predicted_seconds
         stats.ttft_actual_seconds = self._actual_seconds
         stats.ttft_error_seconds = self._error_seconds
-        stats.ttft_correction = self.correction(now)
+        stats.ttft_correction = self.correction(0, now)
