@@ -8,6 +8,7 @@ the first one was due, and then it is the next to be admitted.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 
 INTERACTIVE_PER_PROMOTION = 3
 
@@ -34,6 +35,11 @@ class Ageing:
         if self._due.pop(request_id, None) is not None and len(self._heap) > 2 * len(self._due) + 64:
             self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
+
+    @property
+    def waiting(self) -> Collection[str]:
+        """Those who wait and have not been promoted."""
+        return self._due.keys()
 
     def interactive_admitted(self) -> None:
         self._credit += 1

@@ -280,6 +280,9 @@ class BaseScheduler:
         ), f"slots in use {slots}, free {sorted(self._free_slots)}"
         for request_id, entry in self._entries.items():
             self._check_request(request_id, entry.request)
+        for name, count in self._unfinished_by_class.items():
+            assert count == sum(e.request.service_class == name for e in self._entries.values()), name
+            assert self._running_by_class[name] == sum(r.service_class == name for r in running), name
         for request in running:
             assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
             assert self._entries[request.request_id].request is request

@@ -395,6 +395,11 @@ class Scheduler(BaseScheduler):
     def check_integrity(self) -> None:
         super().check_integrity()
         self._siblings.check_integrity()
+        queued = {i for i in self._entries if i in self._short_queue or i in self._long_queue}
+        aging = {request_id for request_id in queued if self._entries[request_id].key[0] == BACKGROUND}
+        assert set(self._ageing.waiting) == aging, f"{set(self._ageing.waiting)} age, not {aging}"
+        streams = {e.request.request_id for e in self._running if e.request.targets.itl_seconds is not None}
+        assert set(self._itl_targets) == streams, f"targets of {set(self._itl_targets)}, not of {streams}"
         for request_id, entry in self._entries.items():
             places = (request_id in self._short_queue) + (request_id in self._long_queue)
             places += self._siblings.is_parked(entry.request)

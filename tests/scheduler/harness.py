@@ -41,8 +41,14 @@ class Harness:
         self.num_steps = 0
 
     def add(self, *requests: Request) -> None:
+        """Each by itself."""
         for request in requests:
-            self.scheduler.add(request)
+            self.add_group(request)
+
+    def add_group(self, *members: Request) -> None:
+        """All of them, or none."""
+        self.scheduler.add(*members, now=self.now)
+        for request in members:
             self.requests[request.request_id] = request
             self.tokens[request.request_id] = []
             self.prompt_logprobs[request.request_id] = []
@@ -74,6 +80,7 @@ class Harness:
 
     def _accept(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         updates = self.scheduler.update_from_output(plan, result)
+        self.scheduler.note_first_tokens(updates, self.now)
         for update in updates:
             request_id = update.request.request_id
             self.tokens[request_id] += update.new_token_ids

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, OverloadedError
 from jaxserve.outputs import BlockTransfers
-from jaxserve.request import FinishReason, RequestStatus
-from jaxserve.scheduler.step_time import StepWork
+from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass, ServiceTargets
+from jaxserve.scheduler.step_time import StepWork, work_of
 from tests.fakes import make_group
 from tests.scheduler.harness import BLOCK_BYTES, Harness
 
@@ -29,6 +29,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         host_blocks=st.sampled_from([0, 1, 3, 6, 20]),
         moving_is_slow=st.booleans(),
+        background_max_wait=st.sampled_from([0.0, 1.0, 20.0]),
+        max_waiting_tokens=st.sampled_from([None, None, 40]),
     )
     def start(
         self,
@@ -40,6 +42,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         host_blocks: int,
         moving_is_slow: bool,
+        background_max_wait: float,
+        max_waiting_tokens: int | None,
     ) -> None:
         budget = max_num_seqs + spare_budget
         self.harness = Harness(
@@ -53,12 +57,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduler=self.kind,
             overlap=self.overlap,
             host_blocks=host_blocks,
+            background_max_wait=background_max_wait,
+            max_waiting_tokens=max_waiting_tokens,
         )
         if moving_is_slow:  # a block takes a second each way, about what its tokens take, so decisions differ
             self.harness.runner.transfers = BlockTransfers(BLOCK_BYTES, 1.0, BLOCK_BYTES, 1.0)
             for tokens in range(1, 20):
                 self.harness.step_times.observe(StepWork(tokens, 1), 0.5 * tokens)
-        self.num_groups = 0
+        self.num_groups = self.num_refused = 0
 
     @rule(
         family=st.sampled_from([0, 1]),
@@ -67,6 +73,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         max_tokens=st.integers(0, 12),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
+        service_class=st.sampled_from(ServiceClass),
+        client=st.sampled_from("abc"),
+        ttft=st.sampled_from([None, None, 0.0, 1.0, 30.0]),
+        itl=st.sampled_from([None, None, 0.2, 0.8]),
         salt=st.sampled_from([None, None, "tenant"]),
         eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
@@ -79,6 +89,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         n: int,
         max_tokens: int,
         priority: int,
+        service_class: ServiceClass,
+        client: str,
+        ttft: float | None,
+        itl: float | None,
         salt: str | None,
         eos: bool,
         prompt_logprobs: int | None,
@@ -91,20 +105,45 @@ class SchedulerMachine(RuleBasedStateMachine):
             n,
             max_tokens,
             priority=priority,
+            service_class=service_class,
+            client=client,
+            targets=ServiceTargets(ttft_seconds=ttft, itl_seconds=itl),
+            arrival=self.harness.now,
             salt=salt,
             eos=[3] if eos else [],
             prompt_logprobs=prompt_logprobs,
         )
         self.num_groups += 1
+        known = len(self.living())
         try:
-            self.harness.add(*members)
+            self.harness.add_group(*members)
         except InvalidRequestError:
             assert len(prompt) + max_tokens - 1 > capacity
+        except OverloadedError as error:
+            self.check_refusal(error)
+            assert len(self.living()) == known, "a part of it was taken"
+            self.num_refused += 1
+            self.harness.check()
+
+    @staticmethod
+    def check_refusal(error: OverloadedError) -> None:
+        assert error.reason in ("ttft_target", "queue_tokens_full")
+        assert error.retry_after_seconds is None or error.retry_after_seconds >= 0
 
     @rule(times=st.integers(1, 8))
     def step(self, times: int) -> None:
         for _ in range(times):
-            self.harness.step()
+            work = work_of(self.harness.step().scheduled)
+            self.harness.now += 0.05 * work.tokens
+            if work.tokens:
+                self.harness.step_times.observe(work, 0.05 * work.tokens)
+
+    @rule(seconds=st.sampled_from([0.3, 5.0, 100.0]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.harness.now += seconds
+
+    def waiting(self) -> list[Request]:
+        return [r for r in self.harness.requests.values() if r.status is RequestStatus.WAITING]
 
     def living(self) -> list[str]:
         return [i for i, r in self.harness.requests.items() if not r.is_finished]
@@ -168,6 +207,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert scheduler.num_running <= self.harness.config.max_num_seqs
             assert scheduler.num_running + scheduler.num_waiting == len(self.living())
             assert scheduler.has_unfinished == bool(self.living())
+            stats = self.harness.stats()
+            assert sum(stats.running_by_class.values()) == stats.num_running
+            assert sum(stats.waiting_by_class.values()) == stats.num_waiting
+            assert sum(stats.preemptions_by_class.values()) == stats.preemptions >= stats.class_preemptions
+            assert sum(stats.refusals.values()) == self.num_refused
+            assert stats.waiting_tokens >= stats.num_waiting - sum(r.index > 0 for r in self.waiting())
 
     def teardown(self) -> None:
         if hasattr(self, "harness"):
