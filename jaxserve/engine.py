@@ -76,6 +76,7 @@ class EngineCore:
         host: HostSpace | None = None,
         recorder: StepRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        builder: BatchBuilder | None = None,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -93,7 +94,9 @@ class EngineCore:
             self.stats.shapes = ReadyShapes(len(self.stats.by_bucket), len(self.stats.by_bucket))
         self._recorder = recorder
         self._runner = runner
-        self._builder = BatchBuilder(buckets, block_size=config.block_size, padding_row=runner.padding_row)
+        self._builder = builder or BatchBuilder(
+            buckets, block_size=config.block_size, padding_row=runner.padding_row
+        )
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
         self._clock = clock

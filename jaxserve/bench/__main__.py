@@ -368,7 +368,7 @@ def _measure_simulation(arguments: argparse.Namespace, progress: Progress) -> Me
     if arguments.plot is not None:
         from jaxserve.bench.latency_plot import plot_latencies
 
-        plot_latencies({"real": check.real, "simulated": check.learned.drive}, arguments.plot)
+        plot_latencies({"real": check.real, "simulated": check.learned[0].drive}, arguments.plot)
     return simulation.report(check), simulation.to_json(check), 0
 
 

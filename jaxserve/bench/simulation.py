@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 
@@ -13,12 +15,15 @@ from jaxserve.errors import JaxserveError
 from jaxserve.progress import Progress
 from jaxserve.recording.costs_file import EngineCosts, costs_of
 from jaxserve.simulation.drive import Drive, WallClock, drive
-from jaxserve.simulation.latencies import PERCENTS, PassSummary, summarise
+from jaxserve.simulation.latencies import PERCENTS, summarise
 from jaxserve.simulation.simulate import Simulation, simulate_workload
 from jaxserve.workload.generator import WorkloadSpec, generate
 from jaxserve.workload.traced_request import Workload
 
 MEASURES = ("ttft", "tpot", "itl", "e2e")
+NUM_SIMULATIONS = 9
+
+Figures = dict[str, dict[int, float]]  # seconds, by measure and percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +32,9 @@ class Check:
 
     Attributes:
       real: by the clock, on the device.
-      learned: simulated, with what was learned up to the end of the real pass.
-      predicted: simulated, with what was learned from another workload before it.
+      learned: simulated, with what was learned up to the end of the real pass; several times, with other seeds of the
+        step times' spread.
+      predicted: the same with what was learned from another workload before it.
     """
 
     model: str
@@ -36,13 +42,8 @@ class Check:
     spec: WorkloadSpec
     seed: int
     real: Drive
-    learned: Simulation
-    predicted: Simulation
-
-    def error(self, simulated: Simulation, measure: str, percent: int) -> float:
-        """Simulated over real, minus 1."""
-        mine = getattr(summarise(simulated.drive).total, measure)[percent]
-        return float(mine / getattr(summarise(self.real).total, measure)[percent]) - 1
+    learned: tuple[Simulation, ...]
+    predicted: tuple[Simulation, ...]
 
 
 def check_simulation(
@@ -57,14 +58,15 @@ def check_simulation(
     """Learn what steps cost from one workload, run another for real, and simulate that.
 
     Args:
-      spec: of both; they differ in their seeds.
+      spec: of both; they differ in their seeds, and the first is half as long.
 
     Raises:
       JaxserveError: the model or the options can't be used, or something was compiled during a pass.
     """
     clock = WallClock()
     with closing(create_engine(model, options, progress=progress)) as engine:
-        first, workload = generate(spec, seed + 1, name="first"), generate(spec, seed, name="measured")
+        half = dataclasses.replace(spec, num_requests=-(-spec.num_requests // 2))
+        first, workload = generate(half, seed + 1, name="first"), generate(spec, seed, name="measured")
         announce(f"learning: {_size(first)}")
         drive(engine, first, clock, prefix="learn-")
         before = costs_of(engine)
@@ -75,9 +77,7 @@ def check_simulation(
             raise JaxserveError("something was compiled while it was measured")
         name, config = engine.model_name, engine.config
     announce("simulating")
-    return Check(
-        name, config, spec, seed, real, _simulate(after, workload, seed), _simulate(before, workload, seed)
-    )
+    return Check(name, config, spec, seed, real, _simulate(after, workload), _simulate(before, workload))
 
 
 def report(check: Check) -> str:
@@ -90,22 +90,40 @@ def report(check: Check) -> str:
         "",
         f"{'':12}{'real':>10}{'simulated':>12}{'error':>9}{'beforehand':>13}{'error':>9}",
     ]
-    learned, predicted = summarise(check.learned.drive).total, summarise(check.predicted.drive).total
+    learned, predicted = medians(check.learned), medians(check.predicted)
     for measure in MEASURES:
         for percent in PERCENTS:
-            real, one, other = (getattr(part, measure)[percent] for part in (total, learned, predicted))
+            real, one, other = (part[measure][percent] for part in (figures(check.real), learned, predicted))
             lines.append(
                 f"{measure.upper() + f' P{percent}':12}{real:>8.3f} s{one:>10.3f} s{one / real - 1:>+9.1%}"
                 f"{other:>11.3f} s{other / real - 1:>+9.1%}"
             )
+    first = check.learned[0]
     lines += [
         "",
-        f"steps: real {check.real.steps}, simulated {check.learned.drive.steps}; "
-        f"seconds: real {check.real.seconds:.1f}, simulated {check.learned.drive.seconds:.1f}",
-        f"the simulation took {check.learned.wall_seconds:.2f} s: "
-        f"{check.learned.drive.seconds / check.learned.wall_seconds:,.0f} times as fast as the clock",
+        f"steps: real {check.real.steps}, simulated {first.drive.steps}; "
+        f"seconds: real {check.real.seconds:.1f}, simulated {first.drive.seconds:.1f}",
+        f"medians of {NUM_SIMULATIONS} simulations; each took {first.wall_seconds:.2f} s, "
+        f"{first.drive.seconds / first.wall_seconds:,.0f} times as fast as the clock",
     ]
     return "\n".join(lines)
+
+
+def figures(result: Drive) -> Figures:
+    """The percentiles of a pass, by measure."""
+    total = summarise(result).total
+    return {measure: getattr(total, measure) for measure in MEASURES}
+
+
+def medians(simulations: Sequence[Simulation]) -> Figures:
+    """Of each percentile, over simulations of one workload."""
+    all_figures = [figures(one.drive) for one in simulations]
+    return {
+        measure: {
+            percent: statistics.median(one[measure][percent] for one in all_figures) for percent in PERCENTS
+        }
+        for measure in MEASURES
+    }
 
 
 def to_json(check: Check) -> dict[str, object]:
@@ -121,17 +139,22 @@ def to_json(check: Check) -> dict[str, object]:
     }
 
 
-def _simulated(check: Check, simulated: Simulation) -> dict[str, object]:
-    summary: PassSummary = summarise(simulated.drive)
-    errors = {
-        measure: {percent: check.error(simulated, measure, percent) for percent in PERCENTS}
-        for measure in MEASURES
+def _simulated(check: Check, simulations: Sequence[Simulation]) -> dict[str, object]:
+    real, found = figures(check.real), medians(simulations)
+    return {
+        "seconds": found,
+        "errors": {
+            measure: {percent: found[measure][percent] / real[measure][percent] - 1 for percent in PERCENTS}
+            for measure in MEASURES
+        },
+        "simulations": len(simulations),
+        "steps": statistics.median(one.drive.steps for one in simulations),
+        "wall_seconds": statistics.median(one.wall_seconds for one in simulations),
     }
-    return {**summary.to_json(), "errors": errors, "wall_seconds": simulated.wall_seconds}
 
 
-def _simulate(costs: EngineCosts, workload: Workload, seed: int) -> Simulation:
-    return simulate_workload(costs, workload, seed=seed)
+def _simulate(costs: EngineCosts, workload: Workload) -> tuple[Simulation, ...]:
+    return tuple(simulate_workload(costs, workload, seed=seed) for seed in range(NUM_SIMULATIONS))
 
 
 def _size(workload: Workload) -> str:

@@ -23,7 +23,7 @@ _FACTOR_SHARE = 0.1  # of a shape's factor that its newest step decides
 _FACTOR_RANGE = (0.5, 2.0)
 _MIN_STEPS = 8  # before that nothing is predicted
 _REFIT_STEPS = 8  # the fit costs a tenth of a millisecond, so not after each one
-_NUM_RATIOS = 256  # newest steps whose actual / predicted times are kept
+_NUM_RECENT = 1024  # newest steps that are kept as they were
 _OUTLIER = 3.0  # a step that took more than so many times what was expected counts as that many times
 
 
@@ -89,7 +89,7 @@ class StepTimeModel:
         default_factory=lambda: [[0.0] * (_NUM_FEATURES + 1) for _ in range(_NUM_FEATURES)]
     )
     _fitted_at: int = 0
-    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_RATIOS))
+    _recent: deque[tuple[StepWork, float]] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
 
     @property
     def is_ready(self) -> bool:
@@ -101,11 +101,11 @@ class StepTimeModel:
         shape = self.round_up(work.tokens, work.seqs)
         features = _features(work, shape)
         scale = seconds
+        self._recent.append((work, seconds))
         if self.is_ready:
             expected = self._linear(features)
             if expected > 0:
                 known = self._factor(shape)
-                self._ratios.append(seconds / (expected * known))
                 seconds = min(seconds, _OUTLIER * expected * known)
                 # By what was expected: by what was seen, steps that were quick by chance would count most.
                 scale = max(expected * known, seconds / _OUTLIER)
@@ -135,12 +135,20 @@ class StepTimeModel:
             "num_steps": self.num_steps,
             "weights": list(self.weights),
             "factors": [[*shape, self._factor(shape)] for shape in sorted(self._factors)],
-            "ratios": list(self._ratios),
+            "recent": [
+                [work.tokens, work.seqs, work.decode_keys, work.prefill_pairs, seconds]
+                for work, seconds in self._recent
+            ],
         }
 
-    def ratios(self) -> tuple[float, ...]:
-        """Actual / predicted time of the newest steps, the oldest first: how far to trust `predict`."""
-        return tuple(self._ratios)
+    def ratios(self) -> list[tuple[tuple[int, int], float]]:
+        """(shape, actual / predicted time) of the newest steps: how far to trust `predict`, and where it is biased."""
+        found = []
+        for work, seconds in self._recent:
+            predicted = self.predict(work)
+            if predicted:
+                found.append((self.round_up(work.tokens, work.seqs), seconds / predicted))
+        return found
 
     @classmethod
     def from_dict(cls, value: dict[str, Any], round_up: RoundUp) -> StepTimeModel:
@@ -154,11 +162,11 @@ class StepTimeModel:
             raise ValueError(f"weights must be {_NUM_FEATURES} numbers of at least 0")
         steps = int(value["num_steps"])
         factors = {(int(t), int(s)): _Factor(float(factor), steps) for t, s, factor in value["factors"]}
-        ratios = [float(ratio) for ratio in value["ratios"]]
-        if min(ratios, default=1.0) <= 0:
-            raise ValueError("ratios must be more than 0")
+        recent = [(StepWork(*map(int, row[:4])), float(row[4])) for row in value["recent"]]
+        if any(seconds <= 0 for _, seconds in recent):
+            raise ValueError("steps must have taken more than 0 seconds")
         return cls(
-            round_up, steps, weights, factors, _fitted_at=steps, _ratios=deque(ratios, maxlen=_NUM_RATIOS)
+            round_up, steps, weights, factors, _fitted_at=steps, _recent=deque(recent, maxlen=_NUM_RECENT)
         )
 
     def _factor(self, shape: tuple[int, int]) -> float:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.batch.builder import HostBatch
+import numpy as np
+
+from jaxserve.batch.builder import BatchBuilder, HostBatch
+from jaxserve.batch.flags import BatchFlag
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine import EngineCore
 from jaxserve.outputs import ModelRunnerOutput
@@ -14,6 +18,11 @@ from jaxserve.recording.costs_file import EngineCosts
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of
 from jaxserve.tokenizer import Tokenizer
+
+_ENOUGH_RATIOS = 5  # to say how far predictions for a shape are off
+_RUN_STEPS = 32  # mean length of the runs of real steps that spreads are taken from
+
+_NOTHING = np.zeros(0, np.int32)
 
 StepSeconds = Callable[[StepWork], float]
 
@@ -39,6 +48,15 @@ class SilentTokenizer(Tokenizer):
 
     def output_bytes(self, token_id: int, skip_special: bool) -> bytes:
         return b"\x1f"
+
+
+class ShapeBuilder(BatchBuilder):
+    """Finds a step's shape and packs nothing, since nobody computes it: half of what the host does in a step."""
+
+    def build(self, plan: SchedulerOutput) -> HostBatch:
+        rows, num_tokens = plan.scheduled, plan.num_scheduled_tokens
+        bucket = self._buckets.smallest_for(num_tokens + plan.num_padding_tokens, len(rows))
+        return HostBatch(bucket, _NOTHING, rows, (), (), num_tokens, BatchFlag(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ def simulated_engine(
     seed: int = 0,
     observe: Callable[[SchedulerOutput], None] | None = None,
 ) -> EngineCore:
-    """An engine with the production scheduler, batch builder and accounts, whose steps take what `costs` say.
+    """An engine with the production scheduler and accounts, whose steps take what `costs` say.
 
     Args:
       config: that of the costs' engine, or one that differs in what needs no other shapes.
@@ -138,16 +156,33 @@ def simulated_engine(
         buckets=buckets,
         num_blocks=num_blocks,
         clock=clock,
+        builder=ShapeBuilder(buckets, block_size=config.block_size, padding_row=config.max_num_seqs),
     )
 
 
 def spread_step_seconds(model: StepTimeModel, rng: random.Random) -> StepSeconds:
-    """Times as the model predicts them, off by as much as its own predictions were."""
-    ratios = model.ratios() or (1.0,)
+    """Times as the model predicts them, corrected by what real steps of that shape took, and spread as those were.
+
+    The spread is taken from runs of consecutive steps: a machine is slow for a while and not for a step, which is what
+    queues come from.
+    """
+    ratios = model.ratios()
+    by_shape: dict[tuple[int, int], list[float]] = {}
+    for shape, ratio in ratios:
+        by_shape.setdefault(shape, []).append(ratio)
+    overall = statistics.fmean(ratio for _, ratio in ratios) if ratios else 1.0
+    bias = {
+        shape: statistics.fmean(seen) if len(seen) >= _ENOUGH_RATIOS else overall
+        for shape, seen in by_shape.items()
+    }
+    spread = [ratio / bias[shape] for shape, ratio in ratios] or [1.0]
+    at = rng.randrange(len(spread))
 
     def step_seconds(work: StepWork) -> float:
+        nonlocal at
+        at = rng.randrange(len(spread)) if rng.random() < 1 / _RUN_STEPS else (at + 1) % len(spread)
         predicted = model.predict(work)
         assert predicted is not None
-        return predicted * rng.choice(ratios)
+        return predicted * bias.get(model.round_up(work.tokens, work.seqs), overall) * spread[at]
 
     return step_seconds

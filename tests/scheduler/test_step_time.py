@@ -101,7 +101,7 @@ def test_a_round_trip_through_json_predicts_the_same() -> None:
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0, 1.0, 1.0, -1.0], "abcde"])
 def test_a_file_that_is_none_is_refused(weights: object) -> None:
     with pytest.raises((ValueError, TypeError)):
-        StepTimeModel.from_dict({"num_steps": 9, "weights": weights, "factors": [], "ratios": []}, _round_up)
+        StepTimeModel.from_dict({"num_steps": 9, "weights": weights, "factors": [], "recent": []}, _round_up)
 
 
 @given(
