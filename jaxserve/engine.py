@@ -58,6 +58,7 @@ class EngineCore:
 
     Attributes:
       max_request_tokens: most prompt + output tokens a request can have: the context, or the KV pool if smaller.
+      host: room for KV blocks in host memory.
       stats: counts and gauges, refreshed by every step.
       step_times: how long steps take, learned from all that were run.
     """
@@ -101,7 +102,8 @@ class EngineCore:
         self._gap = HostGap()
         self._clock = clock
         self.step_times = StepTimeModel(_rounding(buckets))
-        self._scheduler = create_scheduler(config, num_blocks, self.step_times, host)
+        self.host = host or HostSpace()
+        self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
         self._output_processor = OutputProcessor(tokenizer)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step

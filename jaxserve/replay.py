@@ -40,6 +40,7 @@ def replay_recording(recording: Recording, model: str | None, progress: Progress
         options = replace(
             _options(recording),
             num_blocks=header.engine.num_blocks,
+            host_memory=header.engine.config.host_memory,
             bucket_plan=str(plan),
             record=None,
             record_costs=None,

@@ -13,6 +13,7 @@ import msgspec
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.engine import EngineCore
+from jaxserve.scheduler.host_tier import HostSpace
 
 _PACKAGES = ("jaxserve", "jax", "jaxlib", "numpy")
 
@@ -22,7 +23,7 @@ class EngineDescription:
     """An engine apart from its weights.
 
     Attributes:
-      num_blocks: KV blocks of its pool.
+      num_blocks: KV blocks of its pool. host: of those in host memory.
       shapes: (tokens, sequences) of every bucket.
       versions: of the packages that compute.
     """
@@ -32,6 +33,7 @@ class EngineDescription:
     model_config: ModelConfig
     generation: GenerationDefaults
     num_blocks: int
+    host: HostSpace
     shapes: tuple[tuple[int, int], ...]
     versions: dict[str, str]
 
@@ -59,6 +61,7 @@ def describe_engine(engine: EngineCore) -> EngineDescription:
         model_config=engine.model_config,
         generation=engine.generation,
         num_blocks=engine.stats.num_blocks,
+        host=engine.host,
         shapes=tuple(sorted(engine.stats.by_bucket)),
         versions=versions(),
     )
@@ -84,6 +87,8 @@ def first_mismatch(recorded: EngineDescription, actual: EngineDescription) -> st
                 return f"{field.name} is {getattr(mine, field.name)!r}, recorded was {getattr(theirs, field.name)!r}"
     if actual.num_blocks != recorded.num_blocks:
         return f"the KV cache has {actual.num_blocks} blocks, recorded were {recorded.num_blocks}"
+    if actual.host != recorded.host:
+        return f"host memory is {actual.host}, recorded was {recorded.host}"
     if actual.shapes != recorded.shapes:
         return f"there are {len(actual.shapes)} shapes, other ones than the {len(recorded.shapes)} recorded"
     return None

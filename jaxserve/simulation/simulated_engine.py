@@ -155,6 +155,7 @@ def simulated_engine(
         runner=runner,
         buckets=buckets,
         num_blocks=num_blocks,
+        host=described.host,
         clock=clock,
         builder=ShapeBuilder(buckets, block_size=config.block_size, padding_row=config.max_num_seqs),
     )

@@ -12,14 +12,17 @@ from jaxserve.batch.buckets import default_buckets
 from jaxserve.config import EngineConfig, GenerationDefaults
 from jaxserve.engine import EngineCore
 from jaxserve.errors import JaxserveError
+from jaxserve.outputs import BlockTransfers
 from jaxserve.recording.event_writer import EventWriter
 from jaxserve.recording.recorded_engine import RecordedEngine, RecordingOptions
 from jaxserve.request import GenerationRequest, SamplingParams, ServiceClass, ServiceTargets
+from jaxserve.scheduler.host_tier import HostSpace
 from tests.engine_harness import TINY_MODEL
 from tests.fakes import FakeRunner, make_config
 from tests.text_models import smollm2
 
 VOCAB = 97
+HOST_BLOCKS = 60
 
 
 class HandRunner(FakeRunner):
@@ -32,7 +35,7 @@ class HandRunner(FakeRunner):
     def __init__(
         self, block_size: int, num_blocks: int, padding_row: int, clock: StepClock | None = None
     ) -> None:
-        super().__init__(block_size, num_blocks, VOCAB)
+        super().__init__(block_size, num_blocks, VOCAB, HOST_BLOCKS)
         self.padding_row = padding_row
         self._clock = clock
 
@@ -45,6 +48,9 @@ class HandRunner(FakeRunner):
     def read(self, step: Any) -> Any:
         if self._clock is not None:
             self._clock.work()
+            if self.num_out or self.num_in:  # times that no other run will measure
+                rng = self._clock.rng
+                step.transfers = BlockTransfers(1000, rng.uniform(1e-6, 1e-1), 1000, rng.uniform(1e-6, 1e-1))
         return step
 
     def close(self) -> None: ...
@@ -73,6 +79,7 @@ class Setup:
     """What an engine is made of; the same for the recorded and the replayed one."""
 
     num_blocks: int = 40
+    host_tier: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
 
     def make(
@@ -99,6 +106,7 @@ class Setup:
             ),
             buckets=default_buckets(config),
             num_blocks=self.num_blocks,
+            host=HostSpace(HOST_BLOCKS if self.host_tier else 0, 1000),
             **parts,
         )
 

@@ -22,7 +22,7 @@ from jaxserve.recording.recorded_workload import recorded_traffic
 from jaxserve.recording.replay import ReplayedEngine, ReplayReport, replay_events
 from tests.recording.hand_engine import HandRunner, Setup, run_at_random
 
-CRAMPED = Setup(num_blocks=60, changes={"max_waiting": 6})
+CRAMPED = Setup(60, host_tier=True, changes={"max_waiting": 6})
 
 
 def record(path: Path, setup: Setup, seed: int, count: int = 12) -> None:
@@ -50,10 +50,11 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 @given(
     seed=st.integers(0, 2**32),
-    blocks=st.sampled_from([50, 60, 300]),
+    blocks=st.sampled_from([52, 60, 300]),
     overlap=st.booleans(),
     scheduler=st.sampled_from(["continuous", "continuous", "static"]),
     caching=st.booleans(),
+    host_tier=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
 def test_a_recording_replays_without_a_difference(
@@ -63,6 +64,7 @@ def test_a_recording_replays_without_a_difference(
     overlap: bool,
     scheduler: str,
     caching: bool,
+    host_tier: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("replay") / "r.jsonl"
     changes = {
@@ -72,7 +74,7 @@ def test_a_recording_replays_without_a_difference(
         "max_waiting": 6,
         "seed": seed % 7,
     }
-    setup = Setup(blocks, changes)
+    setup = Setup(blocks, host_tier and scheduler != "static", changes)
     record(path, setup, seed)
     report = replayed(path, setup)
     assert report.difference is None, str(report.difference)
@@ -83,13 +85,17 @@ def test_a_recording_replays_without_a_difference(
 
 def test_the_recordings_hold_what_makes_replay_hard(tmp_path: Path) -> None:
     """Otherwise the test above would prove little."""
-    seen = {"preempted": 0, "refused": 0, "aborts": 0, "copies": 0, "tokens": 0}
-    for seed in range(6):
-        record(tmp_path / "r.jsonl", CRAMPED, seed)
+    seen = {"preempted": 0, "refused": 0, "aborts": 0, "copies": 0, "tokens": 0, "out": 0, "in": 0}
+    setup = Setup(52, True, {"max_waiting": 12})
+    for seed in range(4):
+        record(tmp_path / "r.jsonl", setup, seed, count=30)
+        assert replayed(tmp_path / "r.jsonl", setup).difference is None
         for line in lines_of(tmp_path / "r.jsonl"):
             plan = line.get("plan") or {}
             seen["preempted"] += len(plan.get("preempted", ()))
             seen["copies"] += len(plan.get("block_copies", ()))
+            seen["out"] += len(plan.get("swap_out", ()))
+            seen["in"] += len(plan.get("swap_in", ()))
             seen["refused"] += "refused" in line
             seen["aborts"] += line.get("event") == "abort"
             seen["tokens"] += len((line.get("result") or {}).get("tokens", ()))
@@ -154,7 +160,7 @@ def test_a_changed_result_or_shape_is_found_where_it_is(tmp_path: Path, what: st
 def test_another_seed_is_found_in_the_first_step_that_draws_from_it(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record(path, CRAMPED, 5)
-    other = Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "seed": 1})
+    other = Setup(CRAMPED.num_blocks, True, {**CRAMPED.changes, "seed": 1})
     difference = replayed(path, other).difference
     assert difference is not None
     assert "seed is" in difference.what
@@ -164,10 +170,10 @@ def test_another_seed_is_found_in_the_first_step_that_draws_from_it(tmp_path: Pa
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(30, CRAMPED.changes),
-        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_num_seqs": 3}),
-        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_prefill_chunk": 3}),
-        Setup(CRAMPED.num_blocks, {**CRAMPED.changes, "max_waiting": 1}),
+        Setup(51, True, CRAMPED.changes),
+        Setup(CRAMPED.num_blocks, True, {**CRAMPED.changes, "max_num_seqs": 3}),
+        Setup(CRAMPED.num_blocks, True, {**CRAMPED.changes, "max_prefill_chunk": 3}),
+        Setup(CRAMPED.num_blocks, True, {**CRAMPED.changes, "max_waiting": 1}),
     ],
 )
 def test_another_engine_does_something_else(tmp_path: Path, setup: Setup) -> None:
@@ -298,7 +304,7 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
 
 def test_what_is_recorded_is_the_traffic(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    setup = Setup(300, {"max_waiting": 100})
+    setup = Setup(300, changes={"max_waiting": 100})
     record(path, setup, 11)
     recording = open_recording(path)
     traffic = recorded_traffic("r", recording.events(), recording.header.engine.buckets())

@@ -24,7 +24,7 @@ def step_seconds(work: StepWork) -> float:
 
 def exact_step_times() -> StepTimeModel:
     """A model that knows `step_seconds`."""
-    value = {"num_steps": 1000, "weights": WEIGHTS, "factors": [], "ratios": []}
+    value = {"num_steps": 1000, "weights": WEIGHTS, "factors": [], "recent": []}
     return StepTimeModel.from_dict(value, lambda tokens, seqs: (tokens, seqs))
 
 

@@ -18,6 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.recording.costs_file import EngineCosts, read_costs, write_costs
 from jaxserve.recording.engine_description import EngineDescription
 from jaxserve.request import ServiceClass, ServiceTargets
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork
 from jaxserve.simulation.latencies import summarise
 from jaxserve.simulation.simulate import Variation, simulate_workload
@@ -48,7 +49,7 @@ def make_costs(num_blocks: int = 400, spread: float = 0.0, **changes: Any) -> En
         seconds = STEP_SECONDS + TOKEN_SECONDS * round_up(work.tokens, work.seqs)[0]
         model.observe(work, seconds * rng.uniform(1 - spread, 1 + spread))
     description = EngineDescription(
-        "hand", config, TINY_MODEL, GenerationDefaults((2,)), num_blocks, shapes, {}
+        "hand", config, TINY_MODEL, GenerationDefaults((2,)), num_blocks, HostSpace(), shapes, {}
     )
     return EngineCosts(description, model.to_dict())
 
