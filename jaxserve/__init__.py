@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from jaxserve.llm import ChoiceOutput as ChoiceOutput
     from jaxserve.llm import Completion as Completion
     from jaxserve.request import SamplingParams as SamplingParams
+    from jaxserve.request import ServiceClass as ServiceClass
+    from jaxserve.request import ServiceTargets as ServiceTargets
 
 __version__ = "0.1.0"
 
@@ -19,9 +21,20 @@ _PUBLIC = {
     "Completion": "jaxserve.llm",
     "ChoiceOutput": "jaxserve.llm",
     "SamplingParams": "jaxserve.request",
+    "ServiceClass": "jaxserve.request",
+    "ServiceTargets": "jaxserve.request",
     "EngineConfig": "jaxserve.config",
 }
-__all__ = ["LLM", "ChoiceOutput", "Completion", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ChoiceOutput",
+    "Completion",
+    "EngineConfig",
+    "SamplingParams",
+    "ServiceClass",
+    "ServiceTargets",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ A result line holds `custom_id` and either `response` (as OpenAI has it: status_
 (message, type, param, code, and the number of the line). Rules:
 
 * Every line that is not blank gives one result line, in the order of the input, whatever is wrong with it.
+* All of it is background work: interactive requests of the same engine pass it.
 * A `custom_id` used twice is answered twice; the summary counts such lines.
 * `stream` is refused: there is nobody to stream to.
 * While it works, answers go to a journal beside the output (`OUTPUT.partial`). A restart keeps every answer in it
@@ -17,6 +18,7 @@ Memory stays flat: lines are read as the engine has room for them, and answers l
 from __future__ import annotations
 
 import array
+import dataclasses
 import hashlib
 import io
 import os
@@ -30,7 +32,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.request import GenerationRequest
@@ -112,6 +114,8 @@ def run_batch(
     Raises:
       OSError: a file can't be read or written. The journal stays, so a later run goes on from there.
     """
+    service = dataclasses.replace(context.service, background_only=True)
+    context = dataclasses.replace(context, service=service)
     runner = _BatchRunner(engine, context, max_in_flight, progress or NullProgress())
     return runner.run(source, destination)
 
@@ -181,7 +185,7 @@ class _BatchRunner:
             entry = decode(line.data, BatchLine)
             self._note_id(entry.custom_id)
             prepared = _prepare(entry, self.context)
-            self._submit(prepared)
+            self._submit(prepared, journal)
         except (JaxserveError, ApiError) as error:
             self._fail(slot, line, custom_id, to_api_error(error), journal)
             return
@@ -190,16 +194,22 @@ class _BatchRunner:
             self.open[request.request_id] = job
         self.choices_in_flight += prepared.num_choices
 
-    def _submit(self, prepared: PreparedRequest) -> None:
-        taken: list[str] = []
-        try:
-            for request in prepared.prompts:
-                self.engine.submit(request)
-                taken.append(request.request_id)
-        except JaxserveError:
-            for request_id in taken:
-                self.engine.abort(request_id)
-            raise
+    def _submit(self, prepared: PreparedRequest, journal: _Journal) -> None:
+        """All prompts or none; while the queue is full, those before them go on."""
+        while True:
+            taken: list[str] = []
+            try:
+                for request in prepared.prompts:
+                    self.engine.submit(request)
+                    taken.append(request.request_id)
+            except JaxserveError as error:
+                for request_id in taken:
+                    self.engine.abort(request_id)
+                if not isinstance(error, QueueFullError) or not self.open:
+                    raise
+                self._step(journal)
+            else:
+                return
 
     def _step(self, journal: _Journal) -> None:
         for output in self.engine.step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.goodput import GoodputMeter
 from jaxserve.host_gap import HostGap
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
@@ -25,6 +27,12 @@ from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, work_of
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# As often may a step fail without one that works in between before those that ran in it end with an error: one of
+# them may be why.
+MAX_STEP_FAILURES = 3
 
 
 class Runner(Protocol):
@@ -41,7 +49,12 @@ class Runner(Protocol):
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any: ...
     def is_done(self, step: Any) -> bool: ...
     def read(self, step: Any) -> ModelRunnerOutput: ...
+    def rebuild_state(self) -> None: ...
     def close(self) -> None: ...
+
+
+class _LostStepError(Exception):
+    """The device failed at a step (`__cause__` is how), and what it held is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +118,7 @@ class EngineCore:
         self.host = host or HostSpace()
         self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
         self._output_processor = OutputProcessor(tokenizer)
+        self._goodput = GoodputMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
         self._seeds = random.Random(config.seed)
@@ -164,8 +178,10 @@ class EngineCore:
         self._scheduler.add(*sequences, now=now)
         if request.params.seed is None:
             self._next_seed = self._seeds.getrandbits(64)
+        promised = request.targets.ttft_seconds is not None and self.step_times.is_ready
         for sequence in sequences:
             self._output_processor.add(sequence, stream=request.stream)
+            self._goodput.add(sequence, promised=promised)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
 
     def abort(self, request_id: str) -> None:
@@ -184,9 +200,14 @@ class EngineCore:
         device works while the host does. Sequences whose end comes to light then have a row in the step just launched:
         it is computed for nothing, and ignored.
 
+        When the device fails, what it held is lost, and nothing else: its state is made anew, and all that ran begins
+        again from the tokens it has, which gives the same ones. After `MAX_STEP_FAILURES` in a row whatever ran in the
+        last ends with an error.
+
         Raises:
-          EngineDeadError: the engine was closed, an earlier step failed, or a program could not be made.
-          Exception: whatever made this step fail. The device state is lost then, and the engine dead.
+          EngineDeadError: the engine was closed, has died before, or a program could not be made.
+          Exception: whatever else went wrong: in planning, in accepting a result, in making the state anew. The engine
+            is dead then.
         """
         self._require_alive()
         started = self._clock()
@@ -198,13 +219,18 @@ class EngineCore:
                 due, self._launched = self._launched, launched
             if due is not None:
                 asked = self._clock()
-                result = self._runner.read(due.step)
+                result = _on_device(self._runner.read, due.step)
                 waited = self._clock() - asked
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
                 updates = self._scheduler.update_from_output(due.plan, result)
                 self._scheduler.note_first_tokens(updates, asked + waited)
+                self._goodput.tokens(updates, asked + waited)
                 self._count(due)
+                self.stats.step_failures_in_a_row = 0
+        except _LostStepError as lost:
+            due = None
+            self._recover(lost.__cause__)
         except BaseException as error:
             self._dead = f"a step failed: {type(error).__name__}: {error}"
             raise
@@ -240,13 +266,46 @@ class EngineCore:
             return None
         batch = self._builder.build(plan)
         self._look_at_device()
-        step = self._runner.launch(plan, batch)
+        step = _on_device(self._runner.launch, plan, batch)
         self._gap.launched(self._clock())
         return _Launched(plan, batch, step)
 
     def _look_at_device(self) -> None:
-        if self._launched is not None and not self._runner.is_done(self._launched.step):
+        if self._launched is not None and not _on_device(self._runner.is_done, self._launched.step):
             self._gap.busy(self._clock())
+
+    def _recover(self, error: BaseException | None) -> None:
+        """Go on after a failure of the device, or die where it can't be had back."""
+        stats = self.stats
+        stats.step_failures += 1
+        stats.step_failures_in_a_row += 1
+        self._launched = None
+        self._gap.out_of_work()
+        fault = f"a step failed: {type(error).__name__}: {error}"
+        if self._runner.failure is not None:
+            self._dead = fault
+            raise EngineDeadError(f"the engine is not running: {fault}") from error
+        try:
+            self._runner.rebuild_state()
+        except BaseException as second:
+            self._dead = f"{fault}; its state could not be made anew: {type(second).__name__}: {second}"
+            raise
+        restarted = self._scheduler.restart_running()
+        lost = stats.step_failures_in_a_row >= MAX_STEP_FAILURES
+        logger.error(
+            "%s (%d in a row); %d sequences %s",
+            fault,
+            stats.step_failures_in_a_row,
+            len(restarted),
+            "end with an error" if lost else "are computed again",
+            exc_info=error,
+        )
+        if lost:
+            count = stats.step_failures_in_a_row
+            text = f"the device failed at {count} steps in a row, of which the last computed this request"
+            for request in restarted:
+                self._scheduler.finish(request.request_id, FinishReason.ERROR)
+                self._ended.append(RequestUpdate(request, [], error=text))
 
     def _count(self, done: _Launched) -> None:
         batch = done.batch
@@ -262,6 +321,7 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)
+                self._goodput.ended(_sequence_id(output.request_id, output.index), output.finish_reason)
         if not self._has_steps():
             self._gap.out_of_work()
         self._refresh_stats()
@@ -316,6 +376,13 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
+
+
+def _on_device[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        raise _LostStepError from error
 
 
 def _rounding(buckets: ShapeBuckets | ReadyBuckets) -> Callable[[int, int], tuple[int, int]]:

@@ -15,18 +15,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, current_thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.progress import BarProgress, NullProgress, Progress
-from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, ServiceClass, ServiceTargets
 
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class ServiceOptions(TypedDict, total=False):
+    """How requests are served beside others; see `GenerationRequest` for the meaning and the defaults of each."""
+
+    priority: int
+    service_class: ServiceClass
+    client: str
+    targets: ServiceTargets
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +159,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | Progress = True,
+        **service: Unpack[ServiceOptions],
     ) -> list[Completion]:
         """Continue prompts; as many at once as the engine can run.
 
@@ -159,12 +169,14 @@ class LLM:
             wants one; token ids are taken as they are.
           params: one for all, or one for each prompt.
           progress: show a bar, or a function that is told.
+          service: how all of them are served beside those of other calls.
 
         Returns:
           One completion for each prompt, in their order.
 
         Raises:
           InvalidRequestError: a prompt or its parameters can't be honoured (the text says which); nothing has run.
+          OverloadedError: one of them can't have its first token in time; all are given up.
           EngineDeadError: the engine has failed or was closed.
         """
         self._require_open()
@@ -172,7 +184,7 @@ class LLM:
         for index, prompt in enumerate(_as_prompts(prompts)):
             with _naming(f"prompt {index}"):
                 inputs.append(self._tokenize(prompt))
-        return self._complete(inputs, params, "prompt", progress)
+        return self._complete(inputs, params, "prompt", progress, service)
 
     def chat(
         self,
@@ -183,6 +195,7 @@ class LLM:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | Progress = True,
+        **service: Unpack[ServiceOptions],
     ) -> list[Completion]:
         """Answer conversations: as `generate`, with prompts from the model's chat template.
 
@@ -205,10 +218,10 @@ class LLM:
                     template_kwargs=template_kwargs,
                 )
             inputs.append(_Input(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids))
-        return self._complete(inputs, params, "conversation", progress)
+        return self._complete(inputs, params, "conversation", progress, service)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self, prompt: Prompt, params: SamplingParams | None = None, **service: Unpack[ServiceOptions]
     ) -> Generator[RequestOutput, None, None]:
         """Continue one prompt piece by piece.
 
@@ -222,7 +235,7 @@ class LLM:
         """
         self._require_open()
         item = self._tokenize(prompt)
-        request = self._request(item, params or SamplingParams(), stream=True)
+        request = self._request(item, params or SamplingParams(), service, stream=True)
         self._engine.validate(request)
         return self._stream(request)
 
@@ -240,6 +253,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         noun: str,
         progress: bool | Progress,
+        service: ServiceOptions,
     ) -> list[Completion]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(inputs)
@@ -247,7 +261,7 @@ class LLM:
             raise InvalidRequestError(f"{len(params)} sampling parameters for {len(inputs)} {noun}s")
         requests = []
         for index, (item, own) in enumerate(zip(inputs, params, strict=True)):
-            request = self._request(item, own, stream=False)
+            request = self._request(item, own, service, stream=False)
             with _naming(f"{noun} {index}"):
                 self._engine.validate(request)
             requests.append(request)
@@ -302,7 +316,9 @@ class LLM:
         except TypeError:
             raise InvalidRequestError("a prompt's token ids must be integers", param="prompt") from None
 
-    def _request(self, item: _Input, params: SamplingParams, *, stream: bool) -> GenerationRequest:
+    def _request(
+        self, item: _Input, params: SamplingParams, service: ServiceOptions, *, stream: bool
+    ) -> GenerationRequest:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
         return GenerationRequest(
@@ -310,6 +326,7 @@ class LLM:
             prompt_token_ids=tuple(item.token_ids),
             params=params,
             stream=stream,
+            **service,
         )
 
     # -- the engine's thread -------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class EngineStats:
       waiting_tokens: tokens that the waiting ones have to compute (gauge).
       num_blocks, num_free_blocks: the pool; free includes blocks kept for the prefix cache (gauges).
       steps: forward passes run.
+      step_failures: steps that the device failed at; step_failures_in_a_row: since the last that worked (gauge).
       useful_tokens: tokens computed for a request; padded_tokens: all tokens computed, bucket padding included.
       prompt_tokens, cached_prompt_tokens: of admitted prompts; how many of them the prefix cache saved.
       generation_tokens: sampled and accepted.
@@ -80,6 +81,10 @@ class EngineStats:
       refusals: requests refused because of load, by `OverloadedError.reason`.
       ttft_predictions: requests whose predicted time to first token has been compared with the actual one.
       ttft_predicted_seconds, ttft_actual_seconds, ttft_error_seconds: sums over these, the last one of absolute errors.
+      ttft_promises_kept, ttft_promises_missed: first tokens that came within, or after, the time asked for; only of
+        requests that a prediction had let in.
+      within_targets, outside_targets: sequences that ended, by service class: with the latencies asked for (or none
+        asked for), or without, errors included; inter-token latency is a sequence's mean. Aborted ones count nowhere.
       ttft_correction: what predictions for interactive requests are multiplied by, learned from actual ones (gauge).
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found, on the device or in host memory.
       swap: what host memory does for the cache.
@@ -100,6 +105,8 @@ class EngineStats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     steps: int = 0
+    step_failures: int = 0
+    step_failures_in_a_row: int = 0
     useful_tokens: int = 0
     padded_tokens: int = 0
     prompt_tokens: int = 0
@@ -116,6 +123,10 @@ class EngineStats:
     ttft_actual_seconds: float = 0.0
     ttft_error_seconds: float = 0.0
     ttft_correction: float = 1.0
+    ttft_promises_kept: int = 0
+    ttft_promises_missed: int = 0
+    within_targets: dict[str, int] = field(default_factory=zero_by_class)
+    outside_targets: dict[str, int] = field(default_factory=zero_by_class)
     evictions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

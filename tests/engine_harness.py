@@ -97,6 +97,9 @@ class _ShiftedRunner:
         )
         return model.runner.launch(shifted, self._builder.build(shifted))
 
+    def rebuild_state(self) -> None:
+        raise AssertionError("a solo run failed at a step")
+
     def close(self) -> None: ...
 
 

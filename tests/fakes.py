@@ -154,6 +154,14 @@ class FakeRunner:
         self._host_tokens[ids] = POISON
         self._host_states[ids] = POISON
 
+    def rebuild_state(self) -> None:
+        """All that the device held is lost, and what was under way to host memory."""
+        self.poison(range(len(self._tokens)))
+        self.poison_host(range(len(self._host_tokens)))
+        self._slot_owner.clear()
+        self._tables.clear()
+        self._last_tokens.clear()
+
     def table(self, item: ScheduledRequest) -> list[int]:
         """The block table of a row, put together from what its plans have said so far."""
         return self._tables[item.slot]

@@ -20,6 +20,7 @@ from jaxserve.engine import EngineCore
 from jaxserve.errors import EngineDeadError
 from jaxserve.progress import NullProgress
 from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from tests.device.driver import BUCKETS, CONFIG, MODEL, NUM_BLOCKS, make_runner
 from tests.engine_harness import Outcome, Outcomes, ask, run
 from tests.server import http
@@ -143,7 +144,8 @@ def test_an_idle_server_ends_when_a_program_cannot_be_made(cache: Path) -> None:
 
     async def serve() -> BaseException:
         died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        bridge = AsyncEngine(engine, on_death=died.set_result)
+        breaker = CircuitBreaker(BreakerLimits(), time.monotonic)
+        bridge = AsyncEngine(engine, breaker, on_death=died.set_result)
         bridge.start()
         error = await asyncio.wait_for(died, 30)
         assert not bridge.is_alive

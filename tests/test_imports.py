@@ -19,7 +19,17 @@ TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
     PLAIN_DATA
     | TEXT
-    | {"scheduler", "batch", "models", "checkpoint", "device", "speculative", "output_processor", "host_gap"}
+    | {
+        "scheduler",
+        "batch",
+        "models",
+        "checkpoint",
+        "device",
+        "speculative",
+        "output_processor",
+        "host_gap",
+        "goodput",
+    }
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -28,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"request"},
     "stats": {"request"},
     "host_gap": set(),
+    "goodput": {"outputs", "request", "stats"},
     "progress": set(),
     "model_store": set(),
     "file_lock": set(),

@@ -53,6 +53,9 @@ class HandRunner(FakeRunner):
     def read(self, step):
         return step
 
+    def rebuild_state(self) -> None:
+        raise MemoryError("no device")
+
     def close(self) -> None:
         self.closed = True
 
@@ -344,7 +347,7 @@ def test_progress_reaches_the_total(llm):
     assert seen[-1] == ("generating", 3, 3)
 
 
-def test_a_failed_step_reaches_every_caller_and_later_ones():
+def test_a_dead_engine_reaches_every_caller_and_later_ones():
     llm, runner = make_llm()
 
     def fail(step: int) -> None:
@@ -366,7 +369,7 @@ def test_a_failed_step_reaches_every_caller_and_later_ones():
     for thread in threads:
         thread.join(30)
     assert len(errors) == 3
-    assert sum(isinstance(error, RuntimeError) for error in errors) == 1
+    assert sum(isinstance(error, MemoryError) for error in errors) == 1
     assert sum(isinstance(error, EngineDeadError) for error in errors) == 2
     with pytest.raises(EngineDeadError):
         llm.generate("y", params(), progress=False)

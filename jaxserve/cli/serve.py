@@ -33,7 +33,7 @@ def serve(
             envvar="JAXSERVE_API_KEY",
             show_envvar=True,
             help="Key that clients must send (`Authorization: Bearer KEY`); the variable keeps it out of the process "
-            "list. /health, /metrics and /version stay open.",
+            "list. /health, /ready, /metrics and /version stay open.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -50,6 +50,24 @@ def serve(
     ] = 4096,
     max_waiting_tokens: options.MaxWaitingTokens = None,
     background_max_wait: options.BackgroundMaxWait = 30.0,
+    slo_ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Time to the first token that interactive requests want which name none; one that can't have it is "
+            "refused [default: any].",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    slo_itl_ms: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Time between tokens that interactive requests want which name none: prompts of others are computed "
+            "in pieces small enough for it. 0 is any.",
+            rich_help_panel=PANEL,
+        ),
+    ] = 500.0,
     shutdown_grace: Annotated[
         float,
         typer.Option(
@@ -92,8 +110,8 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
-    Takes POST /v1/completions and /v1/chat/completions (streamed or not), GET /v1/models, /health, /metrics and
-    /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running
+    Takes POST /v1/completions and /v1/chat/completions (streamed or not), GET /v1/models, /health, /ready, /metrics
+    and /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running
     answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for bad input.
 
     \b
@@ -106,6 +124,7 @@ def serve(
     # Imported here so that `jaxserve --help` needs neither aiohttp nor jax.
     from jaxserve.engine_factory import create_engine
     from jaxserve.progress import BarProgress
+    from jaxserve.request import ServiceTargets
     from jaxserve.server.app import ServerOptions
     from jaxserve.server.run import RunOptions, bind, run_server
 
@@ -161,6 +180,10 @@ def serve(
                 ),
                 model_names=names,
                 shutdown_grace=shutdown_grace,
+                targets=ServiceTargets(
+                    ttft_seconds=slo_ttft_ms / 1000 if slo_ttft_ms else None,
+                    itl_seconds=slo_itl_ms / 1000 if slo_itl_ms else None,
+                ),
             ),
             announce=lambda line: print(line, flush=True),
         )

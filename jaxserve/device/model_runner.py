@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -121,7 +122,8 @@ class ModelRunner:
         self.padding_row = config.max_num_seqs
         self.buckets = ReadyBuckets(buckets)
         self._params = fill_params(maker.programs.params, params)
-        self._state = make_state(model, config, num_blocks)
+        self._make_state = functools.partial(make_state, model, config, num_blocks)
+        self._state = self._make_state()
         self._observe_logits = observe_logits
         self._maker = maker
         self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker, self._on_ready)
@@ -192,7 +194,7 @@ class ModelRunner:
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> LaunchedStep:
         """Hand a step to the device, behind those launched before, and wait for none of them.
 
-        Whatever goes wrong in here leaves the donated state undefined: the engine must not be used afterwards.
+        Whatever goes wrong in here leaves the donated state undefined, until `rebuild_state`.
         """
         with self._compile_counter:
             if self._swap is not None:
@@ -225,15 +227,23 @@ class ModelRunner:
                 result.transfers = self._swap.take_transfers()
             return result
 
+    def rebuild_state(self) -> None:
+        """Begin again with an empty device state, after a step has failed; those launched before must not be read.
+
+        Raises whatever keeps the device from having one: it is lost then.
+        """
+        if self._swap is not None:
+            self._swap.reset()
+        _delete(self._state)  # first, because there may be no room for two
+        self._state = jax.block_until_ready(self._make_state())
+
     def close(self) -> None:
         """Free all device memory."""
         self._compile_counter.close()
         self._maker.stop()
         self._executables.close()
         self._maker.close()
-        for array in jax.tree.leaves((self._params, self._state)):
-            if not array.is_deleted():
-                array.delete()
+        _delete((self._params, self._state))
 
     def _on_ready(self, key: ProgramKey) -> None:
         if isinstance(key, Bucket):
@@ -263,6 +273,12 @@ class ModelRunner:
                 pad(values, np.float32),
             )
             self._state = dataclasses.replace(self._state, sampling=sampling)
+
+
+def _delete(arrays: Any) -> None:
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _independent_groups(pairs: tuple[tuple[int, int], ...], size: int) -> Iterator[list[tuple[int, int]]]:

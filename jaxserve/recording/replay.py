@@ -212,6 +212,11 @@ class _ComparingRunner:
             self.difference = compare_results(self.result, self._event.result)
         return result
 
+    def rebuild_state(self) -> None:
+        if self._event.raised is not None:
+            raise RuntimeError(f"as recorded: {self._event.raised}")
+        self._runner.rebuild_state()
+
     def close(self) -> None:
         self._runner.close()
 

@@ -95,5 +95,8 @@ class TapedRunner:
             raise
         return self._tape.result
 
+    def rebuild_state(self) -> None:
+        self._runner.rebuild_state()
+
     def close(self) -> None:
         self._runner.close()

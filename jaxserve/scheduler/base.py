@@ -241,6 +241,17 @@ class BaseScheduler:
                 updates.append(update)
         return updates
 
+    def restart_running(self) -> list[Request]:
+        """After the device has lost what it held: all that runs waits again, in its place.
+
+        Results of steps planned before must not be accepted any more. Returns those that ran.
+        """
+        restarted = [entry.request for entry in self._running]
+        for entry in self._running[::-1]:
+            self._suspend(entry)
+        self._kv.clear()
+        return restarted
+
     def fill_stats(self, stats: EngineStats) -> None:
         """Write everything the scheduler counts; steps, useful and padded tokens and times are the engine's."""
         counters = self._counters
@@ -346,6 +357,16 @@ class BaseScheduler:
         del self._running[bisect.bisect_left(self._running, entry.key, key=_key)]
         self._running_by_class[request.service_class] -= 1
         self._on_stopped(entry)
+
+    def _suspend(self, entry: Entry) -> None:
+        """RUNNING -> WAITING. Its tokens are kept, and its full blocks stay findable as long as they are free."""
+        self._stop(entry)
+        request = entry.request
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        entry.waiting_since = self._now
+        self._enqueue(entry)
 
     def _end(self, entry: Entry, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         request = entry.request

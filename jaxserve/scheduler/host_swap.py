@@ -109,6 +109,12 @@ class HostSwap:
         for digest in digests:
             self.tier.discard(digest)
 
+    def clear(self) -> None:
+        """Forget every content, and what was to move: steps that should have brought it here may have failed."""
+        self.moves = BlockMoves()
+        self.tier.end_reads()
+        self.tier.clear()
+
     def current_stats(self) -> SwapStats:
         """All that is counted here, with gauges as they are now."""
         stats, tier, cost = self._stats, self.tier, self.cost

@@ -241,6 +241,12 @@ class KVCacheManager:
             for digest, block_id in zip(digests, table, strict=False):
                 self.pool.register(digest, block_id)
 
+    def clear(self) -> None:
+        """Forget what any block contains, as nobody holds one any more and the device has lost its state."""
+        assert not self._tables, f"tables of {sorted(self._tables)}"
+        self.pool.clear_prefixes()
+        self.swap.clear()
+
     def forget(self, request_id: str) -> None:
         """Drop what is remembered about a request that has ended."""
         self.swap.let_go(request_id)

@@ -133,21 +133,12 @@ class Scheduler(BaseScheduler):
                 self._preempt(self._running[-1])  # itself, when it is the last
 
     def _preempt(self, entry: Entry) -> None:
-        """RUNNING -> WAITING. Its tokens are kept, and its full blocks stay findable as long as they are free.
-
-        Where the host tier keeps them, they are found there after that.
-        """
-        request = entry.request
-        self._kv.keep(request)
-        self._stop(entry)
-        request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
+        """Make room for others. Where the host tier keeps its full blocks, they are found there after that."""
+        self._kv.keep(entry.request)
+        self._suspend(entry)
         self._counters.preemptions += 1
-        self._counters.preemptions_by_class[request.service_class] += 1
-        entry.waiting_since = self._now
-        self._preempted.append(request)
-        self._enqueue(entry)
+        self._counters.preemptions_by_class[entry.request.service_class] += 1
+        self._preempted.append(entry.request)
 
     # Stage 2: admission.
 

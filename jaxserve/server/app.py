@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hmac
 import importlib.metadata
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,13 @@ from aiohttp.typedefs import Middleware
 from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
 from jaxserve.server import metrics
 from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
 from jaxserve.server.errors import ApiError, error_body, model_not_found, shutting_down, to_api_error
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.responses import ResponseBuilder
+from jaxserve.server.retry_after import retry_after
+from jaxserve.server.service_level import read_caller
 from jaxserve.server.stream import send_stream
 
 logger = logging.getLogger(__name__)
@@ -33,7 +38,7 @@ MIN_BODY_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
 CLIENT_CLOSED_REQUEST = 499  # as nginx calls it; nobody is there to read it
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class ServerOptions:
     Attributes:
       api_key: required as `Authorization: Bearer KEY` on everything but `OPEN_PATHS`; None asks for none.
       allowed_origins: origins that browsers may call from; "*" is any.
-      max_open_requests: HTTP requests in progress beyond which new ones get 503.
+      max_open_requests: HTTP requests in progress beyond which new ones get 429.
     """
 
     api_key: str | None = None
@@ -60,6 +65,8 @@ class Server:
         context: ServingContext,
         server_metrics: ServerMetrics,
         options: ServerOptions,
+        *,
+        jitter: random.Random | None = None,
     ) -> None:
         self.engine = engine
         self.context = context
@@ -68,6 +75,7 @@ class Server:
         longest = MAX_BYTES_PER_CHAR * context.tokenizer.max_chars_for(context.max_model_len)
         self.max_body_bytes = min(max(MIN_BODY_BYTES, longest), MAX_BODY_BYTES)
         self.is_draining = False
+        self._jitter = jitter or random.Random()
         self._created = int(time.time())
         self._open = 0
         self._idle = asyncio.Event()
@@ -108,9 +116,10 @@ class Server:
         self._open += 1
         self._idle.clear()
         try:
+            caller = read_caller(request.headers)
             data = await read_body(request, self.max_body_bytes)
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._pool, prepare, endpoint, data, self.context)
+            prepared = await loop.run_in_executor(self._pool, prepare, endpoint, data, self.context, caller)
             del data
             with self.engine.open(prepared.prompts) as outputs:
                 await outputs.admitted()
@@ -138,10 +147,22 @@ class Server:
             raise shutting_down()
         if not self.engine.is_alive:
             raise EngineDeadError("the engine has stopped")
+        self.engine.breaker.check()
         if self._open >= self.options.max_open_requests:
             raise QueueFullError(
                 f"{self._open} requests are in progress, at most {self.options.max_open_requests}"
             )
+
+    # Errors.
+
+    def error_response(self, error: ApiError) -> web.Response:
+        """An OpenAI-shaped error."""
+        headers = dict(error.headers)
+        if error.retry_after_seconds is not None:
+            headers["Retry-After"] = retry_after(error.retry_after_seconds, self._jitter)
+        return web.Response(
+            body=error_body(error), status=error.status, content_type="application/json", headers=headers
+        )
 
     # About the server.
 
@@ -168,12 +189,21 @@ class Server:
         }
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """`GET /health`: 200 while requests are taken; 503 once the engine is dead or the server shuts down."""
+        """`GET /health`, liveness: 503 once the engine is dead, or the server shuts down: it will not come back."""
         if not self.engine.is_alive:
             return json_response({"status": "dead"}, status=503)
         if self.is_draining:
             return json_response({"status": "shutting down"}, status=503)
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "circuit_breaker": self.engine.breaker.state.value})
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        """`GET /ready`, readiness: 200 while a request that comes now would be taken."""
+        try:
+            self._check_open()
+        except (ApiError, JaxserveError, BreakerOpenError) as error:
+            reason = to_api_error(error)
+            return self.error_response(dataclasses.replace(reason, status=503))
+        return json_response({"status": "ready"})
 
     async def metrics_text(self, request: web.Request) -> web.StreamResponse:
         """`GET /metrics`."""
@@ -187,7 +217,7 @@ class Server:
 def build_app(server: Server) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
     app = web.Application(
-        middlewares=[_json_errors, _preflight, _require_key(server.options.api_key)],
+        middlewares=[_json_errors(server.error_response), _preflight, _require_key(server.options.api_key)],
         client_max_size=server.max_body_bytes,
     )
     app.router.add_post("/v1/completions", server.completions)
@@ -195,6 +225,7 @@ def build_app(server: Server) -> web.Application:
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/v1/models/{name:.+}", server.model)
     app.router.add_get("/health", server.health)
+    app.router.add_get("/ready", server.ready)
     app.router.add_get("/metrics", server.metrics_text)
     app.router.add_get("/version", server.version)
     app.on_response_prepare.append(_cors_headers(server.options.allowed_origins))
@@ -224,35 +255,32 @@ def json_response(value: object, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error_response(error: ApiError) -> web.Response:
-    """An OpenAI-shaped error."""
-    return web.Response(
-        body=error_body(error), status=error.status, content_type="application/json", headers=error.headers
-    )
-
-
-@web.middleware
-async def _json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+def _json_errors(respond: Callable[[ApiError], web.Response]) -> Middleware:
     """Every error becomes JSON; only those that nobody raised on purpose leave a traceback, in the log."""
-    try:
-        return await handler(request)
-    except (ApiError, JaxserveError) as error:
-        return error_response(to_api_error(error))
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        text = {
-            404: f"there is nothing at {request.path!r}",
-            405: f"{request.path} does not take {request.method}",
-        }
-        return error_response(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
-    except ConnectionError:
-        # The client is gone. aiohttp drops the answer quietly; an error that it sees it would log as a bug of ours.
-        return web.Response(status=CLIENT_CLOSED_REQUEST)
-    except Exception as error:
-        logger.exception("%s %s failed", request.method, request.path)
-        return error_response(to_api_error(error))
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (ApiError, JaxserveError, BreakerOpenError) as error:
+            return respond(to_api_error(error))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            text = {
+                404: f"there is nothing at {request.path!r}",
+                405: f"{request.path} does not take {request.method}",
+            }
+            return respond(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
+        except ConnectionError:
+            # The client is gone. aiohttp drops the answer quietly; an error that it sees it would log as a bug of ours.
+            return web.Response(status=CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.path)
+            return respond(to_api_error(error))
+
+    return answer
 
 
 def _require_key(api_key: str | None) -> Middleware:

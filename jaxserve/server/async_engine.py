@@ -19,9 +19,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, OverloadedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import FinishReason, GenerationRequest
+from jaxserve.server.circuit_breaker import CircuitBreaker, Trial
+from jaxserve.server.engine_watch import EngineNews, EngineWatch
+from jaxserve.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ IDLE_CHECK_SECONDS = 1.0
 
 class Engine(Protocol):
     """The part of `jaxserve.engine.EngineCore` that is driven from here; see there."""
+
+    stats: EngineStats
 
     def submit(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
@@ -78,8 +83,11 @@ class OutputStream:
     Always `close()` it (or use it as a context manager): whatever has not ended by then is aborted in the engine.
     """
 
-    def __init__(self, owner: AsyncEngine, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, owner: AsyncEngine, requests: Sequence[GenerationRequest], trial: Trial | None
+    ) -> None:
         self._owner = owner
+        self._trial = trial
         now = time.monotonic()
         self.requests = tuple(requests)
         self._open_choices = {request.request_id: request.params.n for request in requests}
@@ -109,7 +117,7 @@ class OutputStream:
         """Wait until the engine has queued the request.
 
         Raises:
-          QueueFullError, InvalidRequestError, EngineDeadError: it was refused.
+          OverloadedError, InvalidRequestError, EngineDeadError: it was refused.
         """
         await asyncio.shield(self._admission)
 
@@ -139,12 +147,14 @@ class OutputStream:
             self._admission.cancel()
         elif not self._admission.cancelled():
             self._admission.exception()  # read it, so that nobody is warned of it
+        self._judge(None)
         self._owner._release(self)
 
     # Called by AsyncEngine, on the loop.
 
     def _admit(self, failure: Exception | None) -> None:
         if failure is not None:
+            self._judge(None if isinstance(failure, OverloadedError | InvalidRequestError) else False)
             self._failure = failure
             self._open_choices.clear()
             self._wakeup.set()
@@ -159,6 +169,7 @@ class OutputStream:
             return
         if observer is not None:
             self._observe(output, observer)
+        self._judge(output.finish_reason is not FinishReason.ERROR)
         self._pending.append(output)
         if output.finish_reason is not None:
             self._open_choices[output.request_id] -= 1
@@ -171,6 +182,12 @@ class OutputStream:
         if self._admission.done() and self.is_done:
             return  # it had ended: its reader gets everything
         self._admit(failure)
+
+    def _judge(self, succeeded: bool | None) -> None:
+        """Its first output, or its end without one, says whether a trial went well."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            self._owner.breaker.judge(trial, succeeded)
 
     def _observe(self, output: RequestOutput, observer: Observer) -> None:
         timing = self._timings[output.request_id]
@@ -203,6 +220,7 @@ class AsyncEngine:
 
     Args:
       engine: used by the thread alone from `start` on.
+      breaker: told how the engine does, on the loop; asked before every request.
       observer: told about every request; may be None.
       on_death: called on the loop, once, when a step raised; every open stream has been failed by then.
     """
@@ -210,11 +228,14 @@ class AsyncEngine:
     def __init__(
         self,
         engine: Engine,
+        breaker: CircuitBreaker,
         *,
         observer: Observer | None = None,
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
+        self.breaker = breaker
         self._engine = engine
+        self._watch = EngineWatch(engine.stats)
         self._observer = observer
         self._on_death = on_death
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
@@ -244,10 +265,11 @@ class AsyncEngine:
 
         Raises:
           EngineDeadError: the engine has stopped.
+          BreakerOpenError: it has failed too often, so it is given no work for now.
         """
         if not self.is_alive:
             raise EngineDeadError("the engine has stopped")
-        stream = OutputStream(self, requests)
+        stream = OutputStream(self, requests, self.breaker.admit())
         for request in stream.requests:
             self._streams[request.request_id] = stream
         self._inbox.put(_Submit(stream.requests, stream))
@@ -297,8 +319,9 @@ class AsyncEngine:
             while self._handle_inbox():
                 if self._engine.has_work():
                     outputs = self._engine.step()
-                    if outputs:
-                        self._call_loop(self._deliver, outputs)
+                    news = self._watch.look()
+                    if outputs or news:
+                        self._call_loop(self._deliver, outputs, news)
         except BaseException as error:  # the thread's last word: reported to every stream and to /health
             self._death = error
             logger.critical("the engine failed and has stopped", exc_info=error)
@@ -345,7 +368,9 @@ class AsyncEngine:
 
     # The loop.
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[RequestOutput], news: EngineNews | None) -> None:
+        if news is not None:
+            news.tell(self.breaker)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config import GenerationDefaults
@@ -25,6 +25,7 @@ from jaxserve.server.protocol import (
     decode_chat,
     decode_completion,
 )
+from jaxserve.server.service_level import Caller, ServiceLevel, ServiceRules, service_level
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class ServingContext:
     Attributes:
       model_names: the names that a request may use; the first is the one that answers report.
       max_model_len: longest prompt + output, in tokens.
+      service: which class and targets requests have that name none.
     """
 
     tokenizer: Tokenizer
@@ -62,6 +64,7 @@ class ServingContext:
     model_names: tuple[str, ...]
     max_model_len: int
     validator: Validator
+    service: ServiceRules = field(default_factory=ServiceRules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class PreparedRequest:
       echo_logprobs: the prompt's logprobs belong to the choice's own (`echo` with `logprobs`).
       wants_prompt_logprobs: report them in a field of their own.
       num_logprobs: alternatives a token; None without logprobs.
+      service_tier: the one that it is served in, where one was asked for.
     """
 
     endpoint: Endpoint
@@ -90,6 +94,7 @@ class PreparedRequest:
     echo_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     return_token_ids: bool = False
+    service_tier: str | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -100,20 +105,26 @@ class PreparedRequest:
         return len(self.prompts) * self.n
 
 
-def prepare(endpoint: Endpoint, data: bytes, context: ServingContext) -> PreparedRequest:
+def prepare(
+    endpoint: Endpoint, data: bytes, context: ServingContext, caller: Caller = Caller()
+) -> PreparedRequest:
     """Decode a JSON body, check it, tokenise its prompts.
+
+    Args:
+      caller: what is known of the request besides its body.
 
     Raises:
       InvalidRequestError: the body can't be honoured as asked.
       ApiError: it names a model that is not served.
     """
     if endpoint == "/v1/chat/completions":
-        return _prepare_chat(decode_chat(data), context)
-    return _prepare_completion(decode_completion(data), context)
+        return _prepare_chat(decode_chat(data), context, caller)
+    return _prepare_completion(decode_completion(data), context, caller)
 
 
-def _prepare_completion(body: CompletionBody, context: ServingContext) -> PreparedRequest:
+def _prepare_completion(body: CompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
     model = _check_model(body, context)
+    service = service_level(body, caller, context.service)
     n = _check_n(body)
     logprobs = _check_num_logprobs("logprobs", body.logprobs)
     echo_logprobs = bool(body.echo) and logprobs is not None
@@ -146,7 +157,7 @@ def _prepare_completion(body: CompletionBody, context: ServingContext) -> Prepar
             params, max_tokens=max(1, params.min_tokens, min(DEFAULT_COMPLETION_TOKENS, room))
         )
     response_id = f"cmpl-{uuid.uuid4().hex}"
-    requests = _generation_requests(body, response_id, token_ids, params)
+    requests = _generation_requests(body, service, response_id, token_ids, params)
     for request in requests:
         context.validator.validate(request)
     _check_logprob_entries(requests, context, copies_of_prompt=n if echo_logprobs else 1)
@@ -172,11 +183,13 @@ def _prepare_completion(body: CompletionBody, context: ServingContext) -> Prepar
         echo_logprobs=echo_logprobs,
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
+        service_tier=service.tier,
     )
 
 
-def _prepare_chat(body: ChatCompletionBody, context: ServingContext) -> PreparedRequest:
+def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
     model = _check_model(body, context)
+    service = service_level(body, caller, context.service)
     n = _check_n(body)
     logprobs = _check_num_logprobs("top_logprobs", body.top_logprobs)
     if logprobs is not None and not body.logprobs:
@@ -194,7 +207,7 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext) -> Prepared
     )
     token_ids = _encode_messages(body, context)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
-    requests = _generation_requests(body, response_id, [token_ids], params)
+    requests = _generation_requests(body, service, response_id, [token_ids], params)
     _validate_chat(requests[0], body, context)
     _check_logprob_entries(requests, context, copies_of_prompt=1)
     return PreparedRequest(
@@ -209,6 +222,7 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext) -> Prepared
         num_logprobs=logprobs,
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
+        service_tier=service.tier,
     )
 
 
@@ -441,20 +455,24 @@ def _check_chars(num_chars: int, context: ServingContext, *, param: str) -> None
 
 
 def _generation_requests(
-    body: CommonFields, response_id: str, prompts: list[tuple[int, ...]], params: SamplingParams
+    body: CommonFields,
+    service: ServiceLevel,
+    response_id: str,
+    prompts: list[tuple[int, ...]],
+    params: SamplingParams,
 ) -> tuple[GenerationRequest, ...]:
     if body.cache_salt == "":
         raise InvalidRequestError("cache_salt must not be empty", param="cache_salt")
-    priority = _or(body.priority, 0)
-    if not -(2**31) <= priority < 2**31:
-        raise InvalidRequestError(f"priority must fit 32 bits, got {priority}", param="priority")
     arrival = time.monotonic()
     return tuple(
         GenerationRequest(
             request_id=f"{response_id}-{index}",
             prompt_token_ids=token_ids,
             params=params,
-            priority=priority,
+            priority=service.priority,
+            service_class=service.service_class,
+            client=service.client,
+            targets=service.targets,
             cache_salt=body.cache_salt,
             arrival_time=arrival,
             stream=bool(body.stream),

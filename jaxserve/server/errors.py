@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from jaxserve.server.circuit_breaker import BreakerOpenError
 
-RETRY_AFTER_SECONDS = 1
+RETRY_AFTER_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -21,6 +22,7 @@ class ApiError(Exception):
       message: one line for people. Lone surrogates in it are escaped when it is encoded.
       type, param, code: as in the OpenAI API; `param` names the offending field where there is one.
       headers: further response headers.
+      retry_after_seconds: when to try again; None where trying again is no use.
     """
 
     status: int
@@ -29,6 +31,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    retry_after_seconds: float | None = None
 
     def __str__(self) -> str:
         return self.message
@@ -60,14 +63,13 @@ def to_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
-    if isinstance(error, QueueFullError):
+    if isinstance(error, OverloadedError):
+        seconds = RETRY_AFTER_SECONDS if error.retry_after_seconds is None else error.retry_after_seconds
         return ApiError(
-            503,
-            str(error),
-            type="server_overloaded",
-            code="queue_full",
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+            429, str(error), type="server_overloaded", code=error.reason, retry_after_seconds=seconds
         )
+    if isinstance(error, BreakerOpenError):
+        return breaker_open(error)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), type="server_error", code="engine_dead")
     return ApiError(500, "internal server error", type="server_error", code="internal_error")
@@ -76,6 +78,17 @@ def to_api_error(error: BaseException) -> ApiError:
 def shutting_down() -> ApiError:
     """An orderly end, for new requests and for those that the grace did not suffice for."""
     return ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+
+
+def breaker_open(error: BreakerOpenError) -> ApiError:
+    """The engine has failed too often; a later request may try whether it is over."""
+    return ApiError(
+        503,
+        f"the server takes no requests for now: {error}",
+        type="server_error",
+        code="circuit_open",
+        retry_after_seconds=error.retry_after_seconds,
+    )
 
 
 def model_not_found(name: str, served: tuple[str, ...]) -> ApiError:

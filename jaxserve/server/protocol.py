@@ -7,8 +7,8 @@ Rules, the same for every field of both endpoints:
   (`null`, or the values in `_NEUTRAL`).
 * `null` means absent.
 * Types are strict: no number is read out of a string, no boolean is a number.
-* `user`, `metadata`, `safety_identifier` and `prompt_cache_key` are labels for a provider's own books. They are
-  accepted, have no effect on the answer and are not stored.
+* `metadata`, `safety_identifier` and `prompt_cache_key` are labels for a provider's own books. They are accepted, have
+  no effect and are not stored.
 
 Fields follow the OpenAI API (https://platform.openai.com/docs/api-reference); those past it carry the names that
 vLLM gave them.
@@ -42,7 +42,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       stream, stream_options: answer by server-sent events.
       prompt_logprobs: report logprobs of the prompt's tokens as well.
       cache_salt: only requests with an equal salt share cached prompt beginnings.
-      priority: lower runs first.
+      service_tier, priority, user, slo_ttft_ms, slo_itl_ms: how it is served, see `jaxserve.server.service_level`.
       return_token_ids: add the token ids of prompt and choices to the answer.
       temperature, top_p, top_k, repetition_penalty: absent, the model's generation defaults decide, then 1, 1, 0, 1.
     """
@@ -69,16 +69,18 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
+    service_tier: str | None = None
     priority: int | None = None
+    user: str | None = None
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
     return_token_ids: bool | None = None
     # Labels without effect.
-    user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Known, not honoured.
     best_of: int | None = None
-    service_tier: Any = None
     store: bool | None = None
 
 
@@ -154,7 +156,6 @@ class ChatCompletionBody(CommonFields, kw_only=True):
 
 # Values of fields that we do not honour which ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "service_tier": ("auto", "default"),
     "store": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -164,7 +165,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 _UNHONOURED = (
-    "service_tier",
     "store",
     "suffix",
     "tools",

@@ -163,6 +163,10 @@ def _raise_if_failed(output: RequestOutput) -> None:
         raise ApiError(500, reason, type="server_error", code="generation_failed")
 
 
+def _tier(prepared: PreparedRequest) -> dict[str, str]:
+    return {} if prepared.service_tier is None else {"service_tier": prepared.service_tier}
+
+
 def merge_logprobs(left: dict[str, list[Any]], right: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Two sets of lists, one after the other."""
     return {name: [*left.get(name, ()), *values] for name, values in right.items()}
@@ -230,7 +234,7 @@ class ResponseBuilder:
             "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
             "usage": self._maker.usage.to_json(),
         }
-        return body
+        return body | _tier(prepared)
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
@@ -283,6 +287,7 @@ class ChunkBuilder:
             "object": "chat.completion.chunk" if prepared.is_chat else "text_completion",
             "created": prepared.created,
             "model": prepared.model,
+            **_tier(prepared),
         }
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,10 +17,13 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxserve.errors import ConfigError
+from jaxserve.request import ServiceTargets
 from jaxserve.server.app import Server, ServerOptions, build_app
 from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.service_level import ServiceRules
 
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
@@ -35,11 +40,15 @@ class RunOptions:
     """Attributes:
     model_names: the names that requests may use; empty for the engine's own.
     shutdown_grace: seconds that running requests get to end after SIGTERM or SIGINT.
+    targets: of interactive requests that name none.
+    breaker: when the server stops giving work to an engine that fails.
     """
 
     server: ServerOptions = field(default_factory=ServerOptions)
     model_names: tuple[str, ...] = ()
     shutdown_grace: float = 30.0
+    targets: ServiceTargets = field(default_factory=ServiceTargets)
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -92,15 +101,17 @@ async def _serve(
     core: EngineCore, sock: socket.socket, options: RunOptions, announce: Callable[[str], None]
 ) -> int:
     model_names = options.model_names or (core.model_name,)
-    metrics = ServerMetrics(core.stats, model_names[0])
+    breaker = CircuitBreaker(options.breaker, time.monotonic)
+    metrics = ServerMetrics(core.stats, breaker, model_names[0])
     dead = asyncio.Event()
-    engine = AsyncEngine(core, observer=metrics, on_death=lambda _: dead.set())
+    engine = AsyncEngine(core, breaker, observer=metrics, on_death=lambda _: dead.set())
     context = ServingContext(
         tokenizer=core.tokenizer,
         generation=core.generation,
         model_names=model_names,
         max_model_len=core.max_request_tokens,
         validator=core,
+        service=ServiceRules(interactive=options.targets, client_secret=secrets.token_bytes(32)),
     )
     server = Server(engine, context, metrics, options.server)
     runner = web.AppRunner(

@@ -113,6 +113,8 @@ class SimulatedRunner:
                 result.sampled_token_ids[row.request_id] = [token]
         return result
 
+    def rebuild_state(self) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,11 @@ def test_damage_is_named_with_its_line(
     assert capsys.readouterr().err.count("error: ") == 1
 
 
-def test_a_step_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_step_that_failed_fails_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+) -> None:
+    """And what follows is the same: the rest of the run, or the engine's death."""
     path = tmp_path / "r.jsonl"
     engine = CRAMPED.recorded(path, random.Random(0))
     read = HandRunner.read
@@ -266,11 +271,16 @@ def test_a_step_that_failed_fails_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(HandRunner, "read", failing)
-        with pytest.raises(RuntimeError):
+        if not recovers:
+            patch.setattr(HandRunner, "rebuild_state", lambda self: 1 / 0)
+        with nullcontext() if recovers else pytest.raises(ZeroDivisionError):
             run_at_random(engine, random.Random(1), 8)
     engine.close()
     steps = [event for event in open_recording(path).events() if isinstance(event, Step)]
-    assert steps[-1].fault == ("read", "RuntimeError: the device is gone")
+    failed = [index for index, step in enumerate(steps) if step.fault is not None]
+    assert len(failed) == 1
+    assert steps[failed[0]].fault == ("read", "RuntimeError: the device is gone")
+    assert (failed[0] == len(steps) - 1) != recovers
     report = replay_events(CRAMPED.make(ReplayedEngine), open_recording(path).events())
     assert report.difference is None, report.difference
 

@@ -90,6 +90,15 @@ class Harness:
                 self.errors[request_id] = update.error
         return updates
 
+    def lose_device(self) -> None:
+        """Steps under way fail, and what they and all before them have left is gone."""
+        self.in_flight.clear()
+        self.runner.rebuild_state()
+        running = [entry.request for entry in self.scheduler._running]
+        assert self.scheduler.restart_running() == running
+        assert self.scheduler.num_running == 0
+        self.check()
+
     def check(self) -> None:
         self.scheduler.check_integrity()
         if not self.in_flight:

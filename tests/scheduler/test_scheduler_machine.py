@@ -200,6 +200,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 failed = request.is_finished
             assert failed == (chosen in self.harness.errors)
 
+    @rule(amid_a_step=st.booleans())
+    def lose_the_device(self, amid_a_step: bool) -> None:
+        if amid_a_step:
+            self.harness.launch()
+        self.harness.lose_device()
+
     @invariant()
     def gauges_agree(self) -> None:
         if hasattr(self, "harness"):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from typing import Any, Self
 
 from aiohttp import web
 
 from jaxserve.server.app import Server, ServerOptions, build_app
 from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.metrics import ServerMetrics
 
@@ -18,8 +20,14 @@ from jaxserve.server.metrics import ServerMetrics
 class RunningServer:
     """Use it as a context manager. `server` is the application's own object, for tests that look inside."""
 
-    def __init__(self, engine: Any, options: ServerOptions = ServerOptions()) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        options: ServerOptions = ServerOptions(),
+        limits: BreakerLimits = BreakerLimits(),
+    ) -> None:
         self._core = engine
+        self._limits = limits
         self._options = options
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -31,7 +39,8 @@ class RunningServer:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._core.may_step.set()
+        if hasattr(self._core, "may_step"):
+            self._core.may_step.set()
         self.loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(30)
         assert not self._thread.is_alive(), "the server did not stop"
@@ -49,8 +58,9 @@ class RunningServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        metrics = ServerMetrics(self._core.stats, self._core.model_name)
-        self.engine = AsyncEngine(self._core, observer=metrics)
+        breaker = CircuitBreaker(self._limits, time.monotonic)
+        metrics = ServerMetrics(self._core.stats, breaker, self._core.model_name)
+        self.engine = AsyncEngine(self._core, breaker, observer=metrics)
         context = ServingContext(
             tokenizer=self._core.tokenizer,
             generation=self._core.generation,

@@ -117,11 +117,23 @@ def test_an_overloaded_server_says_when_to_come_back(tokenizer: Tokenizer) -> No
             time.sleep(0.01)
         for body in (BODY, {**BODY, "stream": True}, {**BODY, "n": 2}):
             reply = http.post(server.base_url, COMPLETIONS, body)
-            assert reply.status == 503
-            assert reply.headers["retry-after"] == "1"
-            assert reply.error["code"] == "queue_full"
+            assert reply.status == 429
+            assert reply.headers["retry-after"] in ("1", "2")
+            assert (reply.error["type"], reply.error["code"]) == ("server_overloaded", "queue_full")
         for sock in socks:
             sock.close()
+
+
+def test_every_client_of_an_overloaded_server_is_answered(tokenizer: Tokenizer) -> None:
+    """B095: three waves of far more than can run and wait, streamed or not."""
+    core = CopyEngine(tokenizer, max_running=4, max_waiting=4, step_seconds=0.005)
+    with RunningServer(core) as server, ThreadPoolExecutor(64) as pool:
+        for wave in range(3):
+            bodies = [{**BODY, "max_tokens": 1 + index % 9, "stream": index % 2 == 0} for index in range(64)]
+            replies = [pool.submit(http.post, server.base_url, COMPLETIONS, body) for body in bodies]
+            statuses = [reply.result(30).status for reply in replies]
+            assert set(statuses) == {200, 429}, wave
+            assert 8 <= statuses.count(200) < 64
 
 
 def test_requests_in_progress_are_limited(tokenizer: Tokenizer) -> None:
@@ -177,7 +189,7 @@ def test_the_key_opens(locked_url: str) -> None:
     assert http.post(locked_url, COMPLETIONS, BODY, headers={"Authorization": KEY}).status == 200
     lower = {"Authorization": KEY.replace("Bearer", "bearer")}  # RFC 9110: the scheme's case does not matter
     assert http.post(locked_url, COMPLETIONS, BODY, headers=lower).status == 200
-    for path in ("/health", "/metrics", "/version"):
+    for path in ("/health", "/ready", "/metrics", "/version"):
         assert http.request(locked_url, "GET", path).status == 200
 
 

@@ -12,6 +12,7 @@ from jaxserve.errors import EngineDeadError, QueueFullError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from jaxserve.server.async_engine import MAX_JOINED_OUTPUTS, AsyncEngine, OutputStream
+from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.tokenizer import Tokenizer
 from tests.server.copy_engine import CopyEngine
 
@@ -56,7 +57,7 @@ def run(
     holder: list[AsyncEngine] = []
 
     async def main() -> None:
-        engine = AsyncEngine(core, observer=seen)
+        engine = AsyncEngine(core, CircuitBreaker(BreakerLimits(), time.monotonic), observer=seen)
         holder.append(engine)
         engine.start()
         try:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import time
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.stats import BucketStats, EngineStats, SwapStats
 
@@ -20,7 +23,7 @@ def samples(metrics: ServerMetrics, name: str) -> dict[tuple[int, int], float]:
 
 def test_steps_and_padding_are_told_apart_by_bucket() -> None:
     stats = EngineStats(by_bucket={bucket: BucketStats() for bucket in BUCKETS})
-    metrics = ServerMetrics(stats, "m")
+    metrics = ServerMetrics(stats, CircuitBreaker(BreakerLimits(), time.monotonic), "m")
     for name in ("bucket_steps", "bucket_padding_tokens", "bucket_padding_rows"):
         assert samples(metrics, f"jaxserve:{name}_total") == dict.fromkeys(BUCKETS, 0), (
             "from the start, and all"
@@ -52,7 +55,8 @@ def test_steps_and_padding_are_told_apart_by_bucket() -> None:
 def test_preemptions_and_swaps_are_told_apart_by_kind() -> None:
     swap = SwapStats(blocks=50, used_blocks=7, pinned_blocks=3, block_bytes=1000, out_blocks=9, in_blocks=4)
     swap.preemptions, swap.requests_in, swap.hits, swap.in_bytes_per_second = 2, 1, 64, 5e9
-    text = ServerMetrics(EngineStats(preemptions=5, swap=swap), "m").render().decode()
+    breaker = CircuitBreaker(BreakerLimits(), time.monotonic)
+    text = ServerMetrics(EngineStats(preemptions=5, swap=swap), breaker, "m").render().decode()
     seen = {
         (sample.name, *(v for k, v in sample.labels.items() if k != "model_name")): sample.value
         for family in text_string_to_metric_families(text)

@@ -104,7 +104,6 @@ UNHONOURED: list[tuple[str, Any]] = [
     ("reasoning_effort", "high"),
     ("verbosity", "low"),
     ("web_search_options", {}),
-    ("service_tier", "priority"),
     ("store", True),
     ("best_of", 3),
 ]
@@ -123,7 +122,6 @@ NEUTRAL: list[tuple[str, Any]] = [
     ("tool_choice", "none"),
     ("response_format", {"type": "text"}),
     ("modalities", ["text"]),
-    ("service_tier", "auto"),
     ("store", False),
     ("best_of", 1),
     ("user", "someone"),

@@ -270,7 +270,8 @@ def test_a_death_ends_open_streams_with_an_error(server: RunningServer, core: Co
     last = json.loads(streamed.body.rstrip().split(b"\n\n")[-1].removeprefix(b"data: "))
     assert last["error"]["code"] == "engine_dead"
     assert b"[DONE]" not in streamed.body
-    assert http.request(server.base_url, "GET", "/health").status == 503
+    for path in ("/health", "/ready"):
+        assert http.request(server.base_url, "GET", path).status == 503
     assert http.post(server.base_url, CHAT, chat()).error["code"] == "engine_dead"
 
 
@@ -281,8 +282,11 @@ def test_a_shutdown_lets_streams_end(server: RunningServer, core: CopyEngine) ->
         until(lambda: server.engine.num_open == 1)
         server.drain(30)
         until(lambda: http.request(server.base_url, "GET", "/health").status == 503)
-        refused = http.post(server.base_url, CHAT, chat())
-        assert (refused.status, refused.error["code"]) == (503, "shutting_down")
+        for refused in (
+            http.post(server.base_url, CHAT, chat()),
+            http.request(server.base_url, "GET", "/ready"),
+        ):
+            assert (refused.status, refused.error["code"]) == (503, "shutting_down")
         assert running.result(10)[-1]["choices"][0]["finish_reason"] == "length"
 
 
