@@ -200,7 +200,10 @@ class _ComparingRunner:
         return self._runner.launch(plan, batch)
 
     def is_done(self, step: Any) -> bool:
-        return self._done.pop() if self._done else self._runner.is_done(step)
+        if self._done:
+            return self._done.pop()
+        self._fail_as_recorded("is_done")
+        return self._runner.is_done(step)
 
     def read(self, step: Any) -> ModelRunnerOutput:
         self._fail_as_recorded("read")

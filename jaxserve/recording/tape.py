@@ -83,7 +83,11 @@ class TapedRunner:
             raise
 
     def is_done(self, step: Any) -> bool:
-        done = self._runner.is_done(step)
+        try:
+            done = self._runner.is_done(step)
+        except Exception as error:
+            self._tape.fault = "is_done", f"{type(error).__name__}: {error}"
+            raise
         self._tape.done.append(done)
         return done
 

@@ -253,24 +253,26 @@ def test_damage_is_named_with_its_line(
 
 
 @pytest.mark.parametrize("recovers", [True, False])
+@pytest.mark.parametrize("where", ["launch", "is_done", "read"])
 def test_a_step_that_failed_fails_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recovers: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, recovers: bool
 ) -> None:
     """And what follows is the same: the rest of the run, or the engine's death."""
     path = tmp_path / "r.jsonl"
-    engine = CRAMPED.recorded(path, random.Random(0))
-    read = HandRunner.read
+    setup = Setup(60, True, {"max_waiting": 6, "overlap": True})
+    engine = setup.recorded(path, random.Random(0))
+    works = getattr(HandRunner, where)
     calls = 0
 
-    def failing(self: HandRunner, step: Any) -> Any:
+    def failing(self: HandRunner, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 5:
             raise RuntimeError("the device is gone")
-        return read(self, step)
+        return works(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(HandRunner, "read", failing)
+        patch.setattr(HandRunner, where, failing)
         if not recovers:
             patch.setattr(HandRunner, "rebuild_state", lambda self: 1 / 0)
         with nullcontext() if recovers else pytest.raises(ZeroDivisionError):
@@ -279,9 +281,9 @@ def test_a_step_that_failed_fails_again(
     steps = [event for event in open_recording(path).events() if isinstance(event, Step)]
     failed = [index for index, step in enumerate(steps) if step.fault is not None]
     assert len(failed) == 1
-    assert steps[failed[0]].fault == ("read", "RuntimeError: the device is gone")
+    assert steps[failed[0]].fault == (where, "RuntimeError: the device is gone")
     assert (failed[0] == len(steps) - 1) != recovers
-    report = replay_events(CRAMPED.make(ReplayedEngine), open_recording(path).events())
+    report = replay_events(setup.make(ReplayedEngine), open_recording(path).events())
     assert report.difference is None, report.difference
 
 
