@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class EngineCore:
         self._seeds = random.Random(config.seed)
         self._next_seed = self._seeds.getrandbits(64)  # of the next request taken: one refused uses none up
         self._dead: str | None = None
+        # Held by whoever reads or changes what is planned from; not while the device is waited for.
+        self._books = threading.Lock()
         self._refresh_stats()
 
     # The front.
@@ -163,6 +166,19 @@ class EngineCore:
             if any(token >= vocab_size for token in ids):
                 raise InvalidRequestError(f"{name} ids must be in 0..{vocab_size - 1}", param=name)
 
+    def check_admission(self, request: GenerationRequest, now: float) -> None:
+        """Refuse at once what `submit` would refuse because of load. Safe from any thread, also while a step runs,
+        which `submit` would have to wait for.
+
+        Args:
+          now: seconds, of the engine's clock (which a recording must not see asked from here).
+
+        Raises:
+          OverloadedError
+        """
+        with self._books:
+            self._scheduler.check(*self._fan_out(request, now), now=now)
+
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its `n` continuations come out of `step`.
 
@@ -175,7 +191,8 @@ class EngineCore:
             raise ValueError(f"request id {request.request_id!r} is in use")
         now = self._clock()
         sequences = self._fan_out(request, now)
-        self._scheduler.add(*sequences, now=now)
+        with self._books:
+            self._scheduler.add(*sequences, now=now)
         if request.params.seed is None:
             self._next_seed = self._seeds.getrandbits(64)
         promised = request.targets.ttft_seconds is not None and self.step_times.is_ready
@@ -186,7 +203,8 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; its outputs come with the next step. Unknown ids are ignored."""
-        ended = self._scheduler.abort(self._groups.get(request_id, ()))
+        with self._books:
+            ended = self._scheduler.abort(self._groups.get(request_id, ()))
         self._ended += [RequestUpdate(sequence, []) for sequence in ended]
 
     def has_work(self) -> bool:
@@ -210,6 +228,10 @@ class EngineCore:
             is dead then.
         """
         self._require_alive()
+        with self._books:
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         started = self._clock()
         waited = 0.0
         updates: list[RequestUpdate] = []
@@ -219,7 +241,7 @@ class EngineCore:
                 due, self._launched = self._launched, launched
             if due is not None:
                 asked = self._clock()
-                result = _on_device(self._runner.read, due.step)
+                result = self._on_device(self._runner.read, due.step)
                 waited = self._clock() - asked
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
@@ -266,12 +288,22 @@ class EngineCore:
             return None
         batch = self._builder.build(plan)
         self._look_at_device()
-        step = _on_device(self._runner.launch, plan, batch)
+        step = self._on_device(self._runner.launch, plan, batch)
         self._gap.launched(self._clock())
         return _Launched(plan, batch, step)
 
+    def _on_device[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Have the runner do something that may take long, or fail."""
+        self._books.release()
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise _LostStepError from error
+        finally:
+            self._books.acquire()
+
     def _look_at_device(self) -> None:
-        if self._launched is not None and not _on_device(self._runner.is_done, self._launched.step):
+        if self._launched is not None and not self._on_device(self._runner.is_done, self._launched.step):
             self._gap.busy(self._clock())
 
     def _recover(self, error: BaseException | None) -> None:
@@ -376,13 +408,6 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
-
-
-def _on_device[**P, R](function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    try:
-        return function(*args, **kwargs)
-    except Exception as error:
-        raise _LostStepError from error
 
 
 def _rounding(buckets: ShapeBuckets | ReadyBuckets) -> Callable[[int, int], tuple[int, int]]:

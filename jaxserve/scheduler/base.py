@@ -167,6 +167,25 @@ class BaseScheduler:
             self._unfinished_by_class[request.service_class] += 1
             self._enqueue(entry)
 
+    def check(self, *requests: Request, now: float) -> None:
+        """Refuse what `add` would refuse because of load. Nothing that later decisions rest on changes.
+
+        Those that have passed and were not added yet are not counted.
+        """
+        num_added = self._num_added
+        try:
+            self._check_queue(requests)
+            entries = self._make_entries(requests, now)
+        except OverloadedError as error:
+            refusals = self._counters.refusals
+            refusals[error.reason] = refusals.get(error.reason, 0) + 1
+            raise
+        finally:
+            self._num_added = num_added
+        for entry in entries:
+            self._policy.ended(entry.request, entry.order, entry.cost)
+            self._kv.forget(entry.request.request_id)
+
     def _check_queue(self, requests: Sequence[Request]) -> None:
         num_tokens = sum(tokens_to_compute(request) for request in requests)
         waiting_tokens = self._num_waiting_tokens()

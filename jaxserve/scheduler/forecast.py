@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import OverloadedError
 from jaxserve.scheduler import admission
@@ -44,6 +47,15 @@ class Forecast:
     def changed(self) -> None:
         """What runs is not what it was."""
         self._loads.clear()
+
+    @contextmanager
+    def fresh(self) -> Iterator[None]:
+        """Look at what runs at this moment, which may be in the middle of a step, and keep nothing of it."""
+        kept, self._loads = self._loads, {}
+        try:
+            yield
+        finally:
+            self._loads = kept
 
     def ttft(self, entry: Entry, num_cached_tokens: int) -> float | None:
         """Seconds until the first token of a request that is about to be queued; None where nothing is known."""

@@ -305,6 +305,15 @@ class Scheduler(BaseScheduler):
 
     # Whom to refuse.
 
+    def check(self, *requests: Request, now: float) -> None:
+        predicted_step = self._predicted_step
+        try:
+            with self._forecast.fresh():
+                super().check(*requests, now=now)
+        finally:
+            self._predicted_step = predicted_step
+            self._ttfts.forget(requests[0].request_id)
+
     def _check_target(self, entry: Entry, now: float) -> None:
         request, target = entry.request, entry.request.targets.ttft_seconds
         if target is None and self._step_id < self._predicted_step + _PREDICT_EVERY:

@@ -26,7 +26,7 @@ from jaxserve.server.errors import ApiError, error_body, model_not_found, shutti
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.responses import ResponseBuilder
 from jaxserve.server.retry_after import retry_after
-from jaxserve.server.service_level import read_caller
+from jaxserve.server.service_level import Caller, read_caller
 from jaxserve.server.stream import send_stream
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Server:
             caller = read_caller(request.headers)
             data = await read_body(request, self.max_body_bytes)
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._pool, prepare, endpoint, data, self.context, caller)
+            prepared = await loop.run_in_executor(self._pool, self._prepare, endpoint, data, caller)
             del data
             with self.engine.open(prepared.prompts) as outputs:
                 await outputs.admitted()
@@ -134,6 +134,11 @@ class Server:
             self._open -= 1
             if not self._open:
                 self._idle.set()
+
+    def _prepare(self, endpoint: Endpoint, data: bytes, caller: Caller) -> PreparedRequest:
+        prepared = prepare(endpoint, data, self.context, caller)
+        self.engine.check_admission(prepared.prompts)
+        return prepared
 
     async def _json_response(self, prepared: PreparedRequest, builder: ResponseBuilder) -> web.Response:
         if prepared.num_logprobs is None:

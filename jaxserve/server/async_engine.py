@@ -41,6 +41,7 @@ class Engine(Protocol):
 
     stats: EngineStats
 
+    def check_admission(self, request: GenerationRequest, now: float) -> None: ...
     def submit(self, request: GenerationRequest) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
@@ -259,6 +260,16 @@ class AsyncEngine:
     def num_open(self) -> int:
         """Engine requests whose streams are open."""
         return len(self._streams)
+
+    def check_admission(self, requests: Sequence[GenerationRequest]) -> None:
+        """Refuse at once what the engine has no room for, or can't serve in time. From any thread but the loop's.
+
+        Raises:
+          OverloadedError
+        """
+        now = time.monotonic()
+        for request in requests:
+            self._engine.check_admission(request, now)
 
     def open(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Hand `requests` to the engine; await `admitted()` on the result to learn whether it took all of them.

@@ -63,11 +63,14 @@ class CopyEngine:
         if any(token >= self.tokenizer.vocab_size for token in request.params.logit_bias or ()):
             raise InvalidRequestError("logit_bias: token id out of range", param="logit_bias")
 
+    def check_admission(self, request: GenerationRequest, now: float) -> None:
+        if len(self._running) + request.params.n > self.max_running + self.max_waiting:
+            raise QueueFullError("the queue is full")
+
     def submit(self, request: GenerationRequest) -> None:
         if self.closed:
             raise EngineDeadError("closed")
-        if len(self._running) + request.params.n > self.max_running + self.max_waiting:
-            raise QueueFullError("the queue is full")
+        self.check_admission(request, 0.0)
         self.submitted.append(request.request_id)
         room = self.max_request_tokens - len(request.prompt_token_ids)
         for index in range(request.params.n):

@@ -124,6 +124,20 @@ def test_an_overloaded_server_says_when_to_come_back(tokenizer: Tokenizer) -> No
             sock.close()
 
 
+def test_a_refusal_does_not_wait_for_a_step(tokenizer: Tokenizer) -> None:
+    core = CopyEngine(tokenizer, max_running=1, max_waiting=1)
+    long = {**BODY, "max_tokens": 2000, "stream": True}
+    with RunningServer(core) as server:
+        socks = [http.open_socket(server.base_url, COMPLETIONS, long) for _ in range(2)]
+        while len(core.submitted) < 2:
+            time.sleep(0.01)
+        core.may_step.clear()  # no step ends from here on
+        assert http.post(server.base_url, COMPLETIONS, BODY, timeout=20).status == 429
+        core.may_step.set()
+        for sock in socks:
+            sock.close()
+
+
 def test_every_client_of_an_overloaded_server_is_answered(tokenizer: Tokenizer) -> None:
     """B095: three waves of far more than can run and wait, streamed or not."""
     core = CopyEngine(tokenizer, max_running=4, max_waiting=4, step_seconds=0.005)
