@@ -131,6 +131,41 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_formats(swap)
     swap.add_argument("--tokens", type=_positive, default=1000, metavar="N", help="[default: 1000]")
     swap.add_argument("--repeats", type=_positive, default=7, metavar="K", help="[default: 7]")
+    pressure = commands.add_parser(
+        "pressure",
+        help="what becomes of more requests than can be served",
+        description="Measure how many requests a second our server can do, then offer it multiples of that, first "
+        "without classes and targets (first come, first served), then with them, each in a server of its own. "
+        "Exit codes: 0; 2 for bad input.",
+    )
+    pressure.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
+    pressure.add_argument(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0, 2.0, 4.0],
+        metavar="X",
+        help="[default: 0.5 1 2 4]",
+    )
+    pressure.add_argument(
+        "--seconds", type=float, default=30.0, metavar="S", help="of each load [default: 30]"
+    )
+    pressure.add_argument(
+        "--ttft-ms",
+        type=float,
+        default=2000.0,
+        metavar="MS",
+        help="target of interactive requests [default: 2000]",
+    )
+    pressure.add_argument(
+        "--itl-ms", type=float, default=500.0, metavar="MS", help="the same, between tokens [default: 500]"
+    )
+    pressure.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
+    pressure.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    pressure.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
+    )
+    pressure.add_argument("flags", nargs="*", metavar="FLAGS", help="of both servers, behind --")
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -328,6 +363,25 @@ def _measure_swap(arguments: argparse.Namespace, progress: Progress) -> Measured
     return swap.report(times), swap.to_json(times), 0
 
 
+def _measure_pressure(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench.pressure import report, run
+    from jaxserve.bench.pressure.load import Plan
+    from jaxserve.request import ServiceTargets
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    plan = Plan(
+        loads=tuple(arguments.loads),
+        seconds=arguments.seconds,
+        targets=ServiceTargets(arguments.ttft_ms / 1e3, arguments.itl_ms / 1e3),
+        seed=arguments.seed,
+    )
+    result = run.measure_pressure(arguments.model, plan, arguments.flags, announce=_announce)
+    if arguments.plot is not None:
+        report.plot(result, arguments.plot)
+    return report.report(result), report.to_json(result), 0
+
+
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -379,6 +433,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "growth": _measure_growth,
     "scheduler": _measure_scheduler,
     "swap": _measure_swap,
+    "pressure": _measure_pressure,
     "quality": _measure_quality,
     "simulation": _measure_simulation,
 }

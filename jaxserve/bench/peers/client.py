@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,23 +63,31 @@ def completion_body(model: str, item: TracedRequest) -> dict[str, Any]:
 
 
 def replay(
-    url: str, model: str, items: Sequence[TracedRequest], arrivals: Sequence[float], *, idle_timeout_s: float
+    url: str,
+    model: str,
+    items: Sequence[TracedRequest],
+    arrivals: Sequence[float],
+    *,
+    idle_timeout_s: float,
+    body: Callable[[str, TracedRequest], dict[str, Any]] = completion_body,
 ) -> tuple[Exchange, ...]:
     """Send `items[i]` at `arrivals[i]`, whatever became of the others (an open loop); wait for all answers.
 
     Args:
       idle_timeout_s: a request that gets no byte for so long is given up.
+      body: (model, request) -> what is sent.
     """
-    return asyncio.run(_replay(url, model, items, arrivals, idle_timeout_s))
+    bodies = [body(model, item) for item in items]
+    return asyncio.run(_replay(url, bodies, arrivals, idle_timeout_s))
 
 
 async def _replay(
-    url: str, model: str, items: Sequence[TracedRequest], arrivals: Sequence[float], idle_timeout_s: float
+    url: str, bodies: Sequence[dict[str, Any]], arrivals: Sequence[float], idle_timeout_s: float
 ) -> tuple[Exchange, ...]:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=min(_CONNECT_TIMEOUT_S, idle_timeout_s), sock_read=idle_timeout_s
     )
-    bodies = [aiohttp.JsonPayload(completion_body(model, item)) for item in items]
+    payloads = [aiohttp.JsonPayload(body) for body in bodies]
     # One connection a request: a peer that closes idle ones must not look like one that fails.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -88,7 +96,7 @@ async def _replay(
             await asyncio.gather(
                 *(
                     _exchange(session, f"{url}/v1/completions", body, start, arrival)
-                    for body, arrival in zip(bodies, arrivals, strict=True)
+                    for body, arrival in zip(payloads, arrivals, strict=True)
                 )
             )
         )
