@@ -1,4 +1,7 @@
-"""A Llama of two layers with random weights and the demo model's vocabulary, as a Hugging Face directory."""
+"""A Llama of two layers with random weights and the demo model's vocabulary, as a Hugging Face directory.
+
+`python -m tests.tiny_model DIR` writes one, for long runs that ask nothing of a model but speed.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,12 @@ def write_tiny_model(directory: Path, demo_checkpoint: Path, *, seed: int = 0, *
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+if __name__ == "__main__":
+    import sys
+
+    from jaxserve.checkpoint import resolve_model
+    from jaxserve.model_store import default_store
+
+    print(write_tiny_model(Path(sys.argv[1]), resolve_model("smollm2", store=default_store())))

@@ -166,6 +166,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
     )
     pressure.add_argument("flags", nargs="*", metavar="FLAGS", help="of both servers, behind --")
+    soak = commands.add_parser(
+        "soak",
+        help="thousands of requests of every kind against a small pool",
+        description="Send requests with priorities, stop strings, several choices, shared beginnings, and clients that "
+        "go away, to our own server in deterministic mode; see that each ended, that nothing is left behind, and that "
+        "answers are the same when asked for again, alone. Exit codes: 0; 1 if not; 2 for bad input.",
+    )
+    soak.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
+    soak.add_argument("--requests", type=_positive, default=10_000, metavar="N", help="[default: 10000]")
+    soak.add_argument(
+        "--clients",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="requests in progress at a time [default: 64]",
+    )
+    soak.add_argument(
+        "--compare", type=_positive, default=200, metavar="N", help="answers asked for again [default: 200]"
+    )
+    soak.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
+    soak.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
+    soak.add_argument("flags", nargs="*", metavar="FLAGS", help="of the server, behind --")
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -382,6 +404,21 @@ def _measure_pressure(arguments: argparse.Namespace, progress: Progress) -> Meas
     return report.report(result), report.to_json(result), 0
 
 
+def _measure_soak(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench.soak import run
+
+    result = run.soak(
+        arguments.model,
+        num_requests=arguments.requests,
+        clients=arguments.clients,
+        compare=arguments.compare,
+        seed=arguments.seed,
+        flags=arguments.flags,
+        announce=_announce,
+    )
+    return run.report(result), run.to_json(result), 0 if result.is_well else EXIT_DISAGREE
+
+
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -434,6 +471,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "scheduler": _measure_scheduler,
     "swap": _measure_swap,
     "pressure": _measure_pressure,
+    "soak": _measure_soak,
     "quality": _measure_quality,
     "simulation": _measure_simulation,
 }
