@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.peers.command import add_command, run_command
+from jaxserve.bench.arguments import announce, at_least_0, positive, positive_number
+from jaxserve.bench.peers import command as peers_command
 from jaxserve.bench.picture import require_matplotlib
+from jaxserve.bench.pressure import command as pressure_command
+from jaxserve.bench.soak import command as soak_command
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.progress import BarProgress, Progress
@@ -39,7 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_common(static)
     static.add_argument(
         "--static-batch",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="batch size of static alone [default: max-num-seqs]",
     )
@@ -59,7 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_common(step)
     step.add_argument(
         "--rows",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[2, 8, 16, 32, 64],
         metavar="N",
@@ -74,22 +77,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     _add_engine(growth)
     _add_formats(growth)
-    growth.add_argument("--repeats", type=_positive, metavar="K", help="runs of each step [default: 15]")
+    growth.add_argument("--repeats", type=positive, metavar="K", help="runs of each step [default: 15]")
     for flag, default, what in (
         ("--sequences", [1, 2, 4, 8, 16, 32, 64], "running sequences"),
         ("--contexts", [64, 256, 512, 1024, 1536], "tokens of each sequence"),
         ("--queues", [0, 64, 256, 1024, 4096], "requests that wait"),
     ):
-        least = _not_negative if flag == "--queues" else _positive
+        least = at_least_0 if flag == "--queues" else positive
         shown = " ".join(map(str, default))
         growth.add_argument(
             flag, type=least, nargs="+", default=default, metavar="N", help=f"{what} [default: {shown}]"
         )
     growth.add_argument(
-        "--at-sequences", type=_positive, default=16, metavar="N", help="in the other sweeps [default: 16]"
+        "--at-sequences", type=positive, default=16, metavar="N", help="in the other sweeps [default: 16]"
     )
     growth.add_argument(
-        "--at-context", type=_positive, default=256, metavar="N", help="in the other sweeps [default: 256]"
+        "--at-context", type=positive, default=256, metavar="N", help="in the other sweeps [default: 256]"
     )
     growth.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
@@ -102,7 +105,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     scheduler.add_argument(
         "--running",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[1, 16, 64, 128, 256],
         metavar="N",
@@ -110,13 +113,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     scheduler.add_argument(
         "--waiting",
-        type=_not_negative,
+        type=at_least_0,
         nargs="+",
         default=[0, 1000, 10_000],
         metavar="N",
         help="[default: 0 1000 10000]",
     )
-    scheduler.add_argument("--steps", type=_positive, default=300, metavar="N", help="[default: 300]")
+    scheduler.add_argument("--steps", type=positive, default=300, metavar="N", help="[default: 300]")
     scheduler.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
     scheduler.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
@@ -129,65 +132,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     _add_engine(swap)
     _add_formats(swap)
-    swap.add_argument("--tokens", type=_positive, default=1000, metavar="N", help="[default: 1000]")
-    swap.add_argument("--repeats", type=_positive, default=7, metavar="K", help="[default: 7]")
-    pressure = commands.add_parser(
-        "pressure",
-        help="what becomes of more requests than can be served",
-        description="Measure how many requests a second our server can do, then offer it multiples of that, first "
-        "without classes and targets (first come, first served), then with them, each in a server of its own. "
-        "Exit codes: 0; 2 for bad input.",
-    )
-    pressure.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
-    pressure.add_argument(
-        "--loads",
-        type=float,
-        nargs="+",
-        default=[0.5, 1.0, 2.0, 4.0],
-        metavar="X",
-        help="[default: 0.5 1 2 4]",
-    )
-    pressure.add_argument(
-        "--seconds", type=float, default=30.0, metavar="S", help="of each load [default: 30]"
-    )
-    pressure.add_argument(
-        "--ttft-ms",
-        type=float,
-        default=2000.0,
-        metavar="MS",
-        help="target of interactive requests [default: 2000]",
-    )
-    pressure.add_argument(
-        "--itl-ms", type=float, default=500.0, metavar="MS", help="the same, between tokens [default: 500]"
-    )
-    pressure.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
-    pressure.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
-    pressure.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
-    )
-    pressure.add_argument("flags", nargs="*", metavar="FLAGS", help="of both servers, behind --")
-    soak = commands.add_parser(
-        "soak",
-        help="thousands of requests of every kind against a small pool",
-        description="Send requests with priorities, stop strings, several choices, shared beginnings, and clients that "
-        "go away, to our own server in deterministic mode; see that each ended, that nothing is left behind, and that "
-        "answers are the same when asked for again, alone. Exit codes: 0; 1 if not; 2 for bad input.",
-    )
-    soak.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
-    soak.add_argument("--requests", type=_positive, default=10_000, metavar="N", help="[default: 10000]")
-    soak.add_argument(
-        "--clients",
-        type=_positive,
-        default=64,
-        metavar="N",
-        help="requests in progress at a time [default: 64]",
-    )
-    soak.add_argument(
-        "--compare", type=_positive, default=200, metavar="N", help="answers asked for again [default: 200]"
-    )
-    soak.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
-    soak.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
-    soak.add_argument("flags", nargs="*", metavar="FLAGS", help="of the server, behind --")
+    swap.add_argument("--tokens", type=positive, default=1000, metavar="N", help="[default: 1000]")
+    swap.add_argument("--repeats", type=positive, default=7, metavar="K", help="[default: 7]")
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -202,7 +148,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--prompts", type=Path, default=_QUALITY / "prompts.json", metavar="FILE", help="a JSON list of texts"
     )
     quality.add_argument(
-        "--window", type=_positive, default=1024, metavar="N", help="tokens scored together [default: 1024]"
+        "--window", type=positive, default=1024, metavar="N", help="tokens scored together [default: 1024]"
     )
     quality.add_argument(
         "--bucket-plan",
@@ -211,7 +157,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="FILE",
         help="shapes of every engine; few by default, because compiling them takes most of the time",
     )
-    quality.add_argument("--limit", type=_positive, metavar="N", help="only the first N windows and prompts")
+    quality.add_argument("--limit", type=positive, metavar="N", help="only the first N windows and prompts")
     simulation = commands.add_parser(
         "simulation",
         help="how far jaxserve simulate is from the truth",
@@ -220,26 +166,28 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     _add_engine(simulation)
     _add_formats(simulation)
-    simulation.add_argument("--requests", type=_positive, default=60, metavar="N", help="[default: 60]")
+    simulation.add_argument("--requests", type=positive, default=60, metavar="N", help="[default: 60]")
     simulation.add_argument(
-        "--rate", type=_rate, default=2.0, metavar="R", help="requests a second [default: 2]"
+        "--rate", type=positive_number, default=2.0, metavar="R", help="requests a second [default: 2]"
     )
     simulation.add_argument("--seed", type=int, default=0, help="of the workloads [default: 0]")
     simulation.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
     )
-    add_command(commands)
+    peers_command.add_command(commands)
+    pressure_command.add_command(commands)
+    soak_command.add_command(commands)
     return parser.parse_args(arguments)
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", default="smollm2", help="name, directory or file [default: smollm2]")
-    command.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of every engine")
-    command.add_argument("--max-num-batched-tokens", type=_positive, metavar="N", help="of every engine")
-    command.add_argument("--max-model-len", type=_positive, metavar="N", help="of every engine")
+    command.add_argument("--max-num-seqs", type=positive, metavar="N", help="of every engine")
+    command.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="of every engine")
+    command.add_argument("--max-model-len", type=positive, metavar="N", help="of every engine")
     command.add_argument(
         "--num-blocks",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="KV blocks of each engine [default: enough]",
     )
@@ -249,10 +197,10 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 def _add_common(command: argparse.ArgumentParser) -> None:
     _add_engine(command)
     command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
-    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    command.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     _add_formats(command)
     command.add_argument(
-        "--repeats", type=_positive, metavar="K", help="passes of each [default: 1; step: 15]"
+        "--repeats", type=positive, metavar="K", help="passes of each [default: 1; step: 15]"
     )
 
 
@@ -264,7 +212,7 @@ def _add_formats(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry out a command line; returns the exit code."""
     if arguments.command == "peers":
-        return run_command(arguments)
+        return peers_command.run_command(arguments)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ConfigError(f"{arguments.json}: there is no such folder")
     with BarProgress() as progress:
@@ -300,7 +248,7 @@ def _measure_static(arguments: argparse.Namespace, progress: Progress) -> Measur
         static_batch=arguments.static_batch,
         repeats=arguments.repeats or 1,
         progress=progress,
-        announce=_announce,
+        announce=announce,
     )
     code = EXIT_DISAGREE if result.real_differences else 0
     return static.report(result), static.to_json(result), code
@@ -315,7 +263,7 @@ def _measure_deterministic(arguments: argparse.Namespace, progress: Progress) ->
         _options(arguments, **_formats(arguments)),
         repeats=arguments.repeats or 1,
         progress=progress,
-        announce=_announce,
+        announce=announce,
     )
     return deterministic.report(cost), deterministic.to_json(cost), 0
 
@@ -385,40 +333,6 @@ def _measure_swap(arguments: argparse.Namespace, progress: Progress) -> Measured
     return swap.report(times), swap.to_json(times), 0
 
 
-def _measure_pressure(arguments: argparse.Namespace, progress: Progress) -> Measured:
-    from jaxserve.bench.pressure import report, run
-    from jaxserve.bench.pressure.load import Plan
-    from jaxserve.request import ServiceTargets
-
-    if arguments.plot is not None:
-        require_matplotlib()
-    plan = Plan(
-        loads=tuple(arguments.loads),
-        seconds=arguments.seconds,
-        targets=ServiceTargets(arguments.ttft_ms / 1e3, arguments.itl_ms / 1e3),
-        seed=arguments.seed,
-    )
-    result = run.measure_pressure(arguments.model, plan, arguments.flags, announce=_announce)
-    if arguments.plot is not None:
-        report.plot(result, arguments.plot)
-    return report.report(result), report.to_json(result), 0
-
-
-def _measure_soak(arguments: argparse.Namespace, progress: Progress) -> Measured:
-    from jaxserve.bench.soak import run
-
-    result = run.soak(
-        arguments.model,
-        num_requests=arguments.requests,
-        clients=arguments.clients,
-        compare=arguments.compare,
-        seed=arguments.seed,
-        flags=arguments.flags,
-        announce=_announce,
-    )
-    return run.report(result), run.to_json(result), 0 if result.is_well else EXIT_DISAGREE
-
-
 def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import quality
 
@@ -428,7 +342,7 @@ def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measu
         _options(arguments, bucket_plan=str(arguments.bucket_plan)),
         max_windows=arguments.limit,
         progress=progress,
-        announce=_announce,
+        announce=announce,
     )
     return quality.report(result), quality.to_json(result), 0
 
@@ -454,7 +368,7 @@ def _measure_simulation(arguments: argparse.Namespace, progress: Progress) -> Me
         ),
         seed=arguments.seed,
         progress=progress,
-        announce=_announce,
+        announce=announce,
     )
     if arguments.plot is not None:
         from jaxserve.bench.latency_plot import plot_latencies
@@ -470,15 +384,11 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "growth": _measure_growth,
     "scheduler": _measure_scheduler,
     "swap": _measure_swap,
-    "pressure": _measure_pressure,
-    "soak": _measure_soak,
+    "pressure": pressure_command.measure,
+    "soak": soak_command.measure,
     "quality": _measure_quality,
     "simulation": _measure_simulation,
 }
-
-
-def _announce(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -492,28 +402,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
     return EXIT_BAD_INPUT
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {value:g}")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxserve.bench.arguments import positive, positive_number
 from jaxserve.bench.peers.compare import Load, compare
 from jaxserve.bench.peers.peer import choose_peers
 from jaxserve.errors import ConfigError
@@ -29,7 +30,7 @@ def add_command(commands: Any) -> None:
         "peers", help="our server beside others, over HTTP", description=_DESCRIPTION
     )
     command.add_argument("--workload", type=Path, required=True, help="JSON file; see workloads/README.md")
-    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N requests")
+    command.add_argument("--limit", type=positive, metavar="N", help="only the first N requests")
     command.add_argument(
         "--peer", action="append", default=[], metavar="NAME=HOW", help="may be given several times"
     )
@@ -40,22 +41,22 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--model", default="smollm2", help="of our own server [default: smollm2]")
     command.add_argument(
-        "--rate", type=_rate, metavar="R", help="requests a second (Poisson) [default: all at once]"
+        "--rate", type=positive_number, metavar="R", help="requests a second (Poisson) [default: all at once]"
     )
     command.add_argument("--seed", type=int, default=0, help="of the arrivals [default: 0]")
     command.add_argument(
-        "--repeats", type=_positive, default=1, metavar="K", help="passes of each [default: 1]"
+        "--repeats", type=positive, default=1, metavar="K", help="passes of each [default: 1]"
     )
     command.add_argument(
         "--idle-timeout",
-        type=_rate,
+        type=positive_number,
         default=Load().idle_timeout_s,
         metavar="S",
         help="give a request up that gets nothing for so long [default: %(default)g]",
     )
     command.add_argument(
         "--ready-timeout",
-        type=_rate,
+        type=positive_number,
         default=Load().ready_timeout_s,
         metavar="S",
         help="time for a command to become ready [default: %(default)g]",
@@ -105,17 +106,3 @@ def run_command(arguments: argparse.Namespace) -> int:
         plot(result, arguments.plot)
     print(report(result))
     return 0 if all(one.is_whole for one in result.results) else EXIT_FAULTS
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
