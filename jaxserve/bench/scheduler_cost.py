@@ -28,11 +28,13 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds of planning a step, and of accepting its result and the newcomers.
+    """Milliseconds.
 
     Attributes:
       running, waiting: sequences, all the time.
-      plan, accept: medians; total_p99: of the two together.
+      plan, accept: of planning a step, and of accepting its result; medians.
+      total_p99: of the two together.
+      submit: of taking in a newcomer; median.
     """
 
     running: int
@@ -40,10 +42,11 @@ class Cost:
     plan: float
     accept: float
     total_p99: float
+    submit: float
 
     @property
     def total(self) -> float:
-        """Of the medians."""
+        """Of a step: plan and accept."""
         return self.plan + self.accept
 
 
@@ -80,7 +83,7 @@ def _measure(running: int, waiting: int, steps: int) -> Cost:
 
     for _ in range(running + waiting):
         scheduler.add(newcomer())
-    plans, accepts = [], []
+    plans, accepts, submits = [], [], []
     # Until the first have ended and been replaced, all are in step with each other.
     for step in range(_OUTPUT_TOKENS[1] + steps):
         now += _STEP_SECONDS
@@ -91,13 +94,13 @@ def _measure(running: int, waiting: int, steps: int) -> Cost:
         answered = time.perf_counter()
         updates = scheduler.update_from_output(plan, result)
         accepted = time.perf_counter()
-        newcomers = [newcomer() for update in updates if update.request.is_finished]
-        came = time.perf_counter()
-        for request in newcomers:
+        for request in [newcomer() for update in updates if update.request.is_finished]:
+            came = time.perf_counter()
             scheduler.add(request)
+            submits.append((time.perf_counter() - came) * 1e3)
         if step >= _OUTPUT_TOKENS[1]:
             plans.append((planned - began) * 1e3)
-            accepts.append((accepted - answered + time.perf_counter() - came) * 1e3)
+            accepts.append((accepted - answered) * 1e3)
     totals = sorted(plan + accept for plan, accept in zip(plans, accepts, strict=True))
     return Cost(
         running,
@@ -105,6 +108,7 @@ def _measure(running: int, waiting: int, steps: int) -> Cost:
         statistics.median(plans),
         statistics.median(accepts),
         totals[min(len(totals) - 1, round(0.99 * len(totals)))],
+        statistics.median(submits),
     )
 
 
@@ -127,13 +131,16 @@ def _request(number: int, now: float, rng: random.Random) -> Request:
 
 def report(costs: list[Cost]) -> str:
     """A line for each."""
-    names = ("running", "waiting", "plan", "accept", "total", "total P99")
+    names = ("running", "waiting", "plan", "accept", "total", "total P99", "submit")
     lines = ["", "the scheduler alone, milliseconds a step", "".join(f"{name:>11}" for name in names)]
     for cost in costs:
         counts = f"{cost.running:>11}{cost.waiting:>11}"
         lines.append(
             counts
-            + "".join(f"{value:>11.3f}" for value in (cost.plan, cost.accept, cost.total, cost.total_p99))
+            + "".join(
+                f"{value:>11.3f}"
+                for value in (cost.plan, cost.accept, cost.total, cost.total_p99, cost.submit)
+            )
         )
     return "\n".join(lines)
 
