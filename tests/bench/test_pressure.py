@@ -17,7 +17,7 @@ from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.workload.traced_request import TracedRequest
 
 TARGETS = ServiceTargets(ttft_seconds=1.0, itl_seconds=0.1)
-LIMITS = ("--max-model-len", "512", "--max-num-seqs", "8", "--max-num-batched-tokens", "32")
+LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "16")
 
 
 def _answer(sent: float, *chunks: float, fault: Fault | None = None, ended: float | None = None) -> Answer:
@@ -92,17 +92,17 @@ def test_a_soak_that_finds_something_says_so(changes: dict[str, object]) -> None
 
 
 def test_a_small_soak(tiny_huggingface_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pool of a quarter of what 16 requests need at once."""
+    """A pool of less than half of what 4 requests may need at once."""
     found = tmp_path / "soak.json"
-    pool = ("--num-blocks", "64", "--block-size", "16", *LIMITS)
-    counts = ("--requests", "120", "--clients", "16", "--compare", "12", "--json", str(found))
+    pool = ("--num-blocks", "32", "--block-size", "16", *LIMITS)
+    counts = ("--requests", "100", "--clients", "12", "--compare", "12", "--json", str(found))
     code = main(["soak", "--model", str(tiny_huggingface_dir), *counts, "--", *pool])
     said = capsys.readouterr().out
     assert code == 0, said
     result = json.loads(found.read_text())
     assert result["compared"] == 12
-    assert result["ends"]["answered"] > 80
-    assert sum(result["ends"].values()) == 120
+    assert result["ends"]["answered"] > 60
+    assert sum(result["ends"].values()) == 100
     assert any("preemptions" in name for name in result["counts"]), said
 
 
