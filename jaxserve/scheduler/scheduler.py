@@ -316,6 +316,8 @@ class Scheduler(BaseScheduler):
 
     def _check_target(self, entry: Entry, now: float) -> None:
         request, target = entry.request, entry.request.targets.ttft_seconds
+        if not self._step_times.is_ready:
+            return
         if target is None and self._step_id < self._predicted_step + _PREDICT_EVERY:
             return
         cached = self._kv.find_reusable(request, limit=self._reuse_limit(entry)).num_tokens

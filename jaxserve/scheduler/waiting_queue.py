@@ -31,12 +31,23 @@ class QueuedWork:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Neighbours in the order, and the sums over them."""
+    """Neighbours in the order, as parallel lists, so that sums over a part are quick; and the sums over all."""
 
     keys: list[Key] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
-    tokens: int = 0
-    outputs: int = 0
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    sum_tokens: int = 0
+    sum_outputs: int = 0
+
+    def cut_off(self, at: int) -> _Chunk:
+        """Remove everything from place `at` on, and return it."""
+        right = _Chunk(self.keys[at:], self.ids[at:], self.tokens[at:], self.outputs[at:])
+        right.sum_tokens, right.sum_outputs = sum(right.tokens), sum(right.outputs)
+        del self.keys[at:], self.ids[at:], self.tokens[at:], self.outputs[at:]
+        self.sum_tokens -= right.sum_tokens
+        self.sum_outputs -= right.sum_outputs
+        return right
 
 
 class WaitingQueue:
@@ -49,19 +60,19 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []  # none is empty
         self._lasts: list[Key] = []  # the last key of each
-        self._entries: dict[str, tuple[Key, int, int]] = {}  # key, tokens, outputs
+        self._keys: dict[str, Key] = {}
         self._tokens = self._outputs = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._keys)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+        return request_id in self._keys
 
     def push(self, key: Key, request_id: str, tokens: int = 0, outputs: int = 0) -> None:
         """Queue an id; `tokens`, `outputs`: see `QueuedWork`."""
-        assert request_id not in self._entries, f"{request_id} is queued already"
-        self._entries[request_id] = key, tokens, outputs
+        assert request_id not in self._keys, f"{request_id} is queued already"
+        self._keys[request_id] = key
         if not self._chunks:
             self._chunks.append(_Chunk())
             self._lasts.append(key)
@@ -70,26 +81,19 @@ class WaitingQueue:
         place = bisect_left(chunk.keys, key)
         chunk.keys.insert(place, key)
         chunk.ids.insert(place, request_id)
-        chunk.tokens += tokens
-        chunk.outputs += outputs
-        self._tokens += tokens
-        self._outputs += outputs
+        chunk.tokens.insert(place, tokens)
+        chunk.outputs.insert(place, outputs)
+        self._count(chunk, tokens, outputs)
         self._lasts[at] = chunk.keys[-1]
         if len(chunk.keys) >= 2 * _CHUNK:
-            self._split(at)
+            self._chunks.insert(at + 1, chunk.cut_off(_CHUNK))
+            self._lasts.insert(at, chunk.keys[-1])
 
-    def _split(self, at: int) -> None:
-        left, right = self._chunks[at], _Chunk()
-        right.keys, left.keys = left.keys[_CHUNK:], left.keys[:_CHUNK]
-        right.ids, left.ids = left.ids[_CHUNK:], left.ids[:_CHUNK]
-        for request_id in right.ids:
-            _, tokens, outputs = self._entries[request_id]
-            right.tokens += tokens
-            right.outputs += outputs
-        left.tokens -= right.tokens
-        left.outputs -= right.outputs
-        self._chunks.insert(at + 1, right)
-        self._lasts[at : at + 1] = [left.keys[-1], right.keys[-1]]
+    def _count(self, chunk: _Chunk, tokens: int, outputs: int) -> None:
+        chunk.sum_tokens += tokens
+        chunk.sum_outputs += outputs
+        self._tokens += tokens
+        self._outputs += outputs
 
     def peek(self) -> tuple[Key, str] | None:
         """The first entry, left in the queue; None when empty."""
@@ -100,15 +104,12 @@ class WaitingQueue:
 
     def remove(self, request_id: str) -> None:
         """Take out an entry that is queued (KeyError otherwise)."""
-        key, tokens, outputs = self._entries.pop(request_id)
+        key = self._keys.pop(request_id)
         at = bisect_left(self._lasts, key)
         chunk = self._chunks[at]
         place = bisect_left(chunk.keys, key)
-        del chunk.keys[place], chunk.ids[place]
-        chunk.tokens -= tokens
-        chunk.outputs -= outputs
-        self._tokens -= tokens
-        self._outputs -= outputs
+        self._count(chunk, -chunk.tokens[place], -chunk.outputs[place])
+        del chunk.keys[place], chunk.ids[place], chunk.tokens[place], chunk.outputs[place]
         if chunk.keys:
             self._lasts[at] = chunk.keys[-1]
         else:
@@ -119,18 +120,16 @@ class WaitingQueue:
         at = bisect_left(self._lasts, key)
         before = self._chunks[:at]
         seqs = sum(len(chunk.keys) for chunk in before)
-        tokens = sum(chunk.tokens for chunk in before)
-        outputs = sum(chunk.outputs for chunk in before)
+        tokens = sum(chunk.sum_tokens for chunk in before)
+        outputs = sum(chunk.sum_outputs for chunk in before)
         if at < len(self._chunks):
             chunk = self._chunks[at]
             place = bisect_left(chunk.keys, key)
             seqs += place
-            for request_id in chunk.ids[:place]:
-                entry = self._entries[request_id]
-                tokens += entry[1]
-                outputs += entry[2]
+            tokens += sum(chunk.tokens[:place])
+            outputs += sum(chunk.outputs[:place])
         return QueuedWork(seqs, tokens, outputs)
 
     def total(self) -> QueuedWork:
         """The work of all entries."""
-        return QueuedWork(len(self._entries), self._tokens, self._outputs)
+        return QueuedWork(len(self._keys), self._tokens, self._outputs)
