@@ -16,8 +16,8 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.device.compiled import CompileCounter
 from jaxserve.engine_factory import create_engine
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
-from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, QueueFullError
+from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, ServiceTargets
 from tests.engine_harness import VOCAB, ask, assert_as_solo, assert_idle, prompt_ids, run
 
 # Those of tests/test_llm.py: programs are compiled once for both.
@@ -541,3 +541,42 @@ def test_free_slots_do_not_count_as_waiting(tiny_model):
     while engine.has_work():
         engine.step()
     assert_idle(engine)
+
+
+def test_a_refused_request_is_counted_and_changes_nobodys_random_numbers(tiny_model):
+    """What is drawn for later requests doesn't depend on who was refused before."""
+
+    def tokens_of_the_last(*, with_refused: bool) -> tuple[list[int], dict[str, int]]:
+        engine = tiny_model.engine(max_num_seqs=1)
+        engine.submit(ask("first", 5, 12))
+        for _ in range(10):  # by then it knows how long steps take
+            engine.step()
+        if with_refused:
+            hasty = dataclasses.replace(
+                ask("hasty", 5, 3, temperature=1.0, seed=None, n=2), targets=ServiceTargets(ttft_seconds=1e-6)
+            )
+            with pytest.raises(OverloadedError, match="first token would come after") as caught:
+                engine.submit(hasty)
+            assert caught.value.reason == "ttft_target"
+        engine.submit(ask("last", 5, 12, temperature=1.0, seed=None))
+        token_ids = []
+        while engine.has_work():
+            token_ids += [t for o in engine.step() if o.request_id == "last" for t in o.token_ids]
+        assert_idle(engine)
+        return token_ids, engine.stats.refusals
+
+    undisturbed, none = tokens_of_the_last(with_refused=False)
+    disturbed, refused = tokens_of_the_last(with_refused=True)
+    assert (none, refused) == ({}, {"ttft_target": 1})
+    assert disturbed == undisturbed
+
+
+def test_predictions_are_compared_with_what_came(tiny_model):
+    engine = tiny_model.engine()
+    for index in range(12):
+        engine.submit(ask(f"r{index}", 5, 8))
+        while engine.has_work():
+            engine.step()
+    stats = engine.stats
+    assert stats.ttft_predictions >= 5
+    assert min(stats.ttft_actual_seconds, stats.ttft_predicted_seconds, stats.ttft_error_seconds) > 0
