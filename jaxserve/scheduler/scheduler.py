@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
-from jaxserve.request import Request, RequestStatus, ServiceClass
+from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.ageing import Ageing
 from jaxserve.scheduler.base import BaseScheduler, Entry, tokens_to_compute
@@ -354,6 +354,11 @@ class Scheduler(BaseScheduler):
         if ended:
             self._forecast.changed()
         return ended
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        super().finish(request_id, reason, stop_reason)
+        self._ttfts.forget(request_id)
+        self._forecast.changed()
 
     # Queues and groups.
 

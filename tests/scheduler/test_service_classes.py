@@ -122,12 +122,16 @@ class Flood:
     def __init__(self, run: VirtualRun, waiting: int, prompt: int, output: int) -> None:
         self.run, self.waiting, self.prompt, self.output = run, waiting, prompt, output
         self.count = 0
-        self.clients = 1
+        self.clients, self.priority = 1, 0
 
     def step(self) -> None:
         while self.run.scheduler.num_waiting < self.waiting:
             client = f"client {self.count % self.clients}"
-            self.run.add(make_request(f"i{self.count}", self.prompt, self.output, client=client))
+            self.run.add(
+                make_request(
+                    f"i{self.count}", self.prompt, self.output, client=client, priority=self.priority
+                )
+            )
             self.count += 1
         self.run.step()
 
@@ -144,15 +148,16 @@ class Flood:
     prompt=st.sampled_from([5, 40]),
     priority=st.sampled_from([0, -5]),
     clients=st.sampled_from([1, 7]),
+    flood_priority=st.sampled_from([0, -9]),
 )
 def test_under_an_endless_interactive_flood_background_requests_start_within_the_stated_bound(
-    num_aged: int, slots: int, output: int, prompt: int, priority: int, clients: int
+    num_aged: int, slots: int, output: int, prompt: int, priority: int, clients: int, flood_priority: int
 ) -> None:
     """The k-th is the next to start after 3 k interactive admissions past its time, and starts with the next slot."""
     max_wait = 0.8
     run = VirtualRun(max_num_seqs=slots, max_num_batched_tokens=64, background_max_wait=max_wait)
     flood = Flood(run, 20, prompt, output)
-    flood.clients = clients
+    flood.clients, flood.priority = clients, flood_priority
     aged = [background(f"b{number}", 30, 3, priority=priority) for number in range(num_aged)]
     for request in aged:
         run.add(request)
@@ -175,6 +180,7 @@ def test_under_an_endless_interactive_flood_background_requests_start_within_the
     assert all(run.started_at[request.request_id] >= max_wait for request in aged)
     assert all(request.num_preemptions == 0 for request in aged)
     assert run.stats().promotions == num_aged
+    assert run.stats().preemptions == 0  # who is promoted takes nobody's place
 
 
 def test_what_is_preempted_again_and_again_is_promoted_in_the_end() -> None:

@@ -66,7 +66,7 @@ def interactive_among_background(rng: random.Random) -> tuple[VirtualRun, Arriva
 
 
 def overload(rng: random.Random) -> tuple[VirtualRun, Arrivals]:
-    """A bit of everything, twice as fast as it can be served."""
+    """A bit of everything, faster than it can be served."""
     run = VirtualRun(2000, max_num_seqs=16, max_num_batched_tokens=128)
     return run, [(0.2 * i, request(i, rng.randint(5, 300), rng.randint(5, 60))) for i in range(200)]
 
