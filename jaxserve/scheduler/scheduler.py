@@ -34,7 +34,7 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.stats import EngineStats
 
 _PROMOTED = -(2**63)  # a priority before all others
-_PREDICT_EVERY = 8  # steps, where there is no target: so that predictions are compared with what comes
+_PREDICT_EVERY = 16  # steps, where there is no target: so that predictions are compared with what comes
 
 
 class Scheduler(BaseScheduler):

@@ -52,8 +52,10 @@ def test_the_prompts_of_background_requests_get_what_interactive_ones_leave() ->
 
 def test_short_interactive_prompts_are_not_held_up_by_a_long_background_prompt_that_waits() -> None:
     harness = Harness(200, max_num_seqs=8, max_num_batched_tokens=16, max_prefill_chunk=8)
-    harness.add(background("long b", 60, 1), *(make_request(f"i{n}", 4, 1) for n in range(4)))
+    long = background("long b", 60, 1)
+    harness.add(long, *(make_request(f"i{n}", 4, 1) for n in range(4)))
     assert rows(harness.step()) == {f"i{n}:0": 4 for n in range(4)}
+    assert long.status is RequestStatus.WAITING, "it holds a slot and blocks, and gets no token"
     harness.drain()
 
 
