@@ -7,7 +7,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from jaxserve.goodput import GoodputMeter
 from jaxserve.host_gap import HostGap
 from jaxserve.output_processor import OutputProcessor
@@ -176,7 +177,7 @@ class EngineCore:
         Raises:
           OverloadedError
         """
-        with self._books:
+        with self._books, self._refusals_shown():
             self._scheduler.check(*self._fan_out(request, now), now=now)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -191,7 +192,7 @@ class EngineCore:
             raise ValueError(f"request id {request.request_id!r} is in use")
         now = self._clock()
         sequences = self._fan_out(request, now)
-        with self._books:
+        with self._books, self._refusals_shown():
             self._scheduler.add(*sequences, now=now)
         if request.params.seed is None:
             self._next_seed = self._seeds.getrandbits(64)
@@ -200,6 +201,15 @@ class EngineCore:
             self._output_processor.add(sequence, stream=request.stream)
             self._goodput.add(sequence, promised=promised)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
+
+    @contextmanager
+    def _refusals_shown(self) -> Iterator[None]:
+        """An idle engine makes no step that would refresh its statistics."""
+        try:
+            yield
+        except OverloadedError:
+            self._scheduler.fill_stats(self.stats)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; its outputs come with the next step. Unknown ids are ignored."""

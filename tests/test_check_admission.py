@@ -57,7 +57,7 @@ def test_a_full_queue() -> None:
     made, clock = engine(max_waiting=12, max_num_seqs=2)
     assert refusal(lambda: made.check_admission(request("a", n=2), clock.now)) is None
     assert refusal(lambda: made.check_admission(request("b", n=20), clock.now))[0] == "queue_full"  # type: ignore[index]
-    assert made._scheduler._counters.refusals == {"queue_full": 1}
+    assert made.stats.refusals == {"queue_full": 1}
 
 
 def played(*, asks: bool) -> list[tuple[str, tuple[int, ...]]]:

@@ -440,3 +440,41 @@ def test_cached_tokens_are_reported_in_every_mode(api_url: str) -> None:
     assert [cached(usage) for usage in usages[:2]] == [cached(usage) for usage in usages[2:]]
     assert cached(usages[0]) == 0
     assert 400 < cached(usages[1]) < 500
+
+
+# How requests are served.
+
+
+def test_tiers_and_targets(api_url: str) -> None:
+    for tier, reported in (("auto", "default"), ("priority", "priority"), ("flex", "flex")):
+        for body in (completion(service_tier=tier), chat(service_tier=tier, priority=3, user="ann")):
+            assert ask(api_url, body)["service_tier"] == reported
+    assert "service_tier" not in ask(api_url, completion())
+    path, body = COMPLETIONS, completion()
+    for headers, fields, param in (
+        ({"X-SLO-TTFT-MS": "soon"}, {}, "X-SLO-TTFT-MS"),
+        ({}, {"slo_itl_ms": 0}, "slo_itl_ms"),
+        ({}, {"service_tier": "scale"}, "service_tier"),
+    ):
+        refused = http.post(api_url, path, {**body, **fields}, headers=headers)
+        assert (refused.status, refused.error["param"]) == (400, param)
+    assert http.post(api_url, path, body, headers={"X-SLO-TTFT-MS": "600000"}).status == 200
+    assert http.request(api_url, "GET", "/ready").status == 200
+
+
+def test_a_target_that_can_not_be_met_is_refused(api_url: str, client: openai.OpenAI) -> None:
+    refusals = 'jaxserve:refusals_total{model_name="tiny",reason="ttft_target"}'
+    ask(api_url, completion(max_tokens=20, logit_bias=BAN_EOS))  # steps to learn from
+    for reply in (
+        http.post(api_url, COMPLETIONS, completion(), headers={"X-SLO-TTFT-MS": "0.01"}),
+        http.post(api_url, CHAT, chat(slo_ttft_ms=0.01, stream=True)),
+    ):
+        assert (reply.status, reply.error["code"]) == (429, "ttft_target")
+        assert int(reply.headers["retry-after"]) >= 1
+    assert metric(api_url, refusals) == 2
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(
+            model="tiny", prompt="one", max_tokens=1, extra_headers={"X-SLO-TTFT-MS": "0.01"}
+        )
+    assert caught.value.code == "ttft_target"
+    assert metric(api_url, refusals) == 3
