@@ -19,6 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.recording.event_reader import open_recording
 from jaxserve.recording.event_writer import EventWriter
 from jaxserve.recording.events import Step, Submit
+from jaxserve.recording.recorded_engine import RecordedEngine
 from jaxserve.recording.recorded_workload import recorded_traffic
 from jaxserve.recording.replay import ReplayedEngine, ReplayReport, replay_events
 from tests.recording.hand_engine import HandRunner, Setup, run_at_random
@@ -26,12 +27,13 @@ from tests.recording.hand_engine import HandRunner, Setup, run_at_random
 CRAMPED = Setup(60, host_tier=True, changes={"max_waiting": 6})
 
 
-def record(path: Path, setup: Setup, seed: int, count: int = 12) -> None:
+def record(path: Path, setup: Setup, seed: int, count: int = 12) -> RecordedEngine:
     rng = random.Random(seed)
     engine = setup.recorded(path, rng)
     run_at_random(engine, rng, count)
     engine.check_integrity()
     engine.close()
+    return engine
 
 
 def replayed(path: Path, setup: Setup) -> ReplayReport:
@@ -312,6 +314,18 @@ def test_a_full_file_ends_the_recording_and_nothing_else(
     engine.close()
     assert replayed(path, CRAMPED).difference is None
     assert "full" in caplog.text or path.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_replay_learns_the_same_step_times_to_the_last_bit(tmp_path: Path, overlap: bool) -> None:
+    """The clock that decides is the recorded one, value for value."""
+    path = tmp_path / "r.jsonl"
+    setup = Setup(60, True, {"max_waiting": 6, "overlap": overlap})
+    recorded = record(path, setup, 13)
+    engine = setup.make(ReplayedEngine)
+    assert replay_events(engine, open_recording(path).events()).difference is None
+    assert recorded.step_times.is_ready
+    assert engine.step_times.to_dict() == recorded.step_times.to_dict()
 
 
 def test_what_is_recorded_is_the_traffic(tmp_path: Path) -> None:
