@@ -1,4 +1,4 @@
-"""After the device has lost its state nothing of it is relied on: no cached prefix, no host block, no move under way."""
+"""After the device has lost its state nothing of it counts: no cached prefix, no host block, no move under way."""
 
 from __future__ import annotations
 
