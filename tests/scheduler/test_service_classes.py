@@ -50,6 +50,15 @@ def test_the_prompts_of_background_requests_get_what_interactive_ones_leave() ->
     harness.check_drained()
 
 
+def test_a_long_background_prompt_has_no_lane_beside_interactive_ones() -> None:
+    harness = Harness(200, max_num_seqs=8, max_num_batched_tokens=16, max_prefill_chunk=8)
+    harness.add(background("long b", 60, 1))
+    harness.step()
+    harness.add(make_request("i1", 8, 1), make_request("i2", 8, 1))
+    assert rows(harness.step()) == {"i1:0": 8, "i2:0": 8}
+    harness.drain()
+
+
 def test_short_interactive_prompts_are_not_held_up_by_a_long_background_prompt_that_waits() -> None:
     harness = Harness(200, max_num_seqs=8, max_num_batched_tokens=16, max_prefill_chunk=8)
     long = background("long b", 60, 1)

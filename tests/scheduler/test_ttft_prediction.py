@@ -199,6 +199,18 @@ def test_interactive_requests_are_not_refused_for_background_work_that_gives_way
     assert run.ttfts["i:0"] <= 0.5
 
 
+def test_the_slot_of_a_background_request_counts_as_free_to_an_interactive_one() -> None:
+    run = VirtualRun(max_num_seqs=4, max_num_batched_tokens=64)
+    run.run([(0.0, request(1000, 20, 3))])
+    for number in range(3):
+        run.add(make_request(f"i{number}", 10, 100))
+    run.add(make_request("b", 10, 100, service_class=ServiceClass.BACKGROUND))
+    run.step()
+    assert run.add(make_request("i", 20, 4, targets=ServiceTargets(ttft_seconds=0.5)))
+    run.step()
+    assert run.ttfts["i:0"] <= 0.5
+
+
 def test_an_engine_that_knows_nothing_refuses_nobody() -> None:
     run = crowded()
     run.scheduler._step_times.num_steps = 0
