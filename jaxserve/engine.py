@@ -169,7 +169,8 @@ class EngineCore:
 
     def check_admission(self, request: GenerationRequest, now: float) -> None:
         """Refuse at once what `submit` would refuse because of load. Safe from any thread, also while a step runs,
-        which `submit` would have to wait for.
+        which `submit` would have to wait for. Who passes is counted until the next step is planned, and should be
+        submitted by then, with `is_promised`.
 
         Args:
           now: seconds, of the engine's clock (which a recording must not see asked from here).
@@ -413,6 +414,7 @@ class EngineCore:
                 service_class=request.service_class,
                 client=request.client,
                 targets=request.targets,
+                is_promised=request.is_promised,
                 cache_salt=request.cache_salt,
                 arrival_time=arrival,
             )

@@ -219,6 +219,7 @@ class GenerationRequest:
       cache_salt: prefixes are shared only between requests with the same salt.
       arrival_time: seconds, of the engine's clock (`time.monotonic()`); None is set on submission.
       stream: the caller wants an output after every step; otherwise one when a choice has ended.
+      is_promised: `EngineCore.check_admission` has let it in: it is not refused for its target any more.
     """
 
     request_id: str
@@ -231,6 +232,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     arrival_time: float | None = None
     stream: bool = True
+    is_promised: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -267,6 +269,7 @@ class Request:
     service_class: ServiceClass = ServiceClass.INTERACTIVE
     client: str = ""
     targets: ServiceTargets = ServiceTargets()
+    is_promised: bool = False
     cache_salt: str | None = None
     arrival_time: float = 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from functools import partial
@@ -51,6 +52,38 @@ def test_it_says_what_submit_says(ttft: float | None) -> None:
     assert (first is None) == (then is None)
     if first is not None and then is not None:
         assert first[0] == then[0] == "ttft_target"
+
+
+def test_a_burst_is_not_promised_more_than_can_be_kept() -> None:
+    """Who has passed stands before who asks next, and isn't refused any more when it is submitted."""
+    made, clock = engine()
+    targets = [0.02 * i for i in range(1, 500)]
+    alone = next(
+        t for t in targets if refusal(partial(made.check_admission, request("a", t), clock.now)) is None
+    )
+    made._scheduler._forget_promised()
+    burst = [request(f"b{i}", 1.1 * alone) for i in range(60)]
+    passed = [one for one in burst if refusal(partial(made.check_admission, one, clock.now)) is None]
+    assert 0 < len(passed) < len(burst)
+    for one in passed:
+        made.submit(dataclasses.replace(one, is_promised=True))
+    made.check_integrity()
+    made.step()
+    assert not made._scheduler._promised
+
+
+def test_the_promised_who_never_come_are_forgotten() -> None:
+    made, clock = engine()
+    for index in range(40):
+        refusal(partial(made.check_admission, request(f"x{index}", 1000.0), clock.now))
+    waiting = made._scheduler.num_waiting
+    made.step()
+    made.check_integrity()
+    assert made._scheduler.num_waiting <= waiting
+    assert made.stats.waiting_tokens == made._scheduler._num_waiting_tokens()
+    while made.has_work():
+        made.step()
+        made.check_integrity()
 
 
 def test_a_full_queue() -> None:

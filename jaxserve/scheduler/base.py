@@ -167,10 +167,11 @@ class BaseScheduler:
             self._unfinished_by_class[request.service_class] += 1
             self._enqueue(entry)
 
-    def check(self, *requests: Request, now: float) -> None:
-        """Refuse what `add` would refuse because of load. Nothing that later decisions rest on changes.
+    def check(self, *requests: Request, now: float) -> list[Entry]:
+        """Refuse what `add` would refuse because of load. Nothing that later decisions of `add` or `schedule` rest on
+        changes.
 
-        Those that have passed and were not added yet are not counted.
+        Returns the entries that `add` would have made.
         """
         num_added = self._num_added
         try:
@@ -185,6 +186,7 @@ class BaseScheduler:
         for entry in entries:
             self._policy.ended(entry.request, entry.order, entry.cost)
             self._kv.forget(entry.request.request_id)
+        return entries
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         num_tokens = sum(tokens_to_compute(request) for request in requests)

@@ -58,6 +58,7 @@ class Scheduler(BaseScheduler):
         self._long_queue = WaitingQueue()
         self._siblings = SiblingIndex()
         self._preempted: list[Request] = []
+        self._promised: list[tuple[WaitingQueue, str]] = []
         self._ageing = Ageing(config.background_max_wait)
         self._itl_targets: dict[str, float] = {}  # of running requests that have one
         self._ttfts = TtftRecord()
@@ -73,6 +74,7 @@ class Scheduler(BaseScheduler):
           now: seconds, of the clock of `Request.arrival_time`.
         """
         self._now = now
+        self._forget_promised()
         self._preempted = []
         self._forecast.changed()
         self._promote_aged()
@@ -305,14 +307,34 @@ class Scheduler(BaseScheduler):
 
     # Whom to refuse.
 
-    def check(self, *requests: Request, now: float) -> None:
-        predicted_step = self._predicted_step
+    def add(self, *requests: Request, now: float | None = None) -> None:
+        self._forget_promised()
+        super().add(*requests, now=now)
+
+    def check(self, *requests: Request, now: float) -> list[Entry]:
+        """See `BaseScheduler.check`. Whoever passes stands in the queue for those who are checked next, until somebody
+        is added or a step is planned."""
+        predicted_step, num_added = self._predicted_step, self._num_added
+        self._num_added += len(self._promised)  # behind those who have passed
         try:
             with self._forecast.fresh():
-                super().check(*requests, now=now)
+                entries = super().check(*requests, now=now)
         finally:
-            self._predicted_step = predicted_step
+            self._predicted_step, self._num_added = predicted_step, num_added
             self._ttfts.forget(requests[0].request_id)
+        for entry in entries:
+            name = f"promised {len(self._promised)}"
+            queue = self._queue_for(entry)
+            tokens, outputs = tokens_to_compute(entry.request), self._lengths.expected(entry.request)
+            queue.push(entry.key, name, tokens, outputs)
+            self._promised.append((queue, name))
+        return entries
+
+    def _forget_promised(self) -> None:
+        """They are added now, or their clients went away."""
+        for queue, name in self._promised:
+            queue.remove(name)
+        self._promised.clear()
 
     def _check_target(self, entry: Entry, now: float) -> None:
         request, target = entry.request, entry.request.targets.ttft_seconds
@@ -328,7 +350,7 @@ class Scheduler(BaseScheduler):
         may_refuse = bool(self._entries) or not self._ttfts.is_stale(rank, now)
         correction = self._ttfts.correction(rank, now)
         predicted = now - request.arrival_time + raw * correction
-        if target is not None and predicted > target and may_refuse:
+        if target is not None and predicted > target and may_refuse and not request.is_promised:
             alone = self._forecast.ttft_alone(entry, cached)
             raise refusal_of(predicted, target, None if alone is None else alone * correction)
         self._predicted_step = self._step_id
@@ -363,9 +385,12 @@ class Scheduler(BaseScheduler):
     # Queues and groups.
 
     def _enqueue(self, entry: Entry) -> None:
+        self._push(self._queue_for(entry), entry)
+
+    def _queue_for(self, entry: Entry) -> WaitingQueue:
         # By all known tokens; how many of them the cache saves is found out at the head of the queue.
         is_long = self._policy.is_long(entry.request.num_tokens)
-        self._push(self._long_queue if is_long else self._short_queue, entry)
+        return self._long_queue if is_long else self._short_queue
 
     def _push(self, queue: WaitingQueue, entry: Entry) -> None:
         request = entry.request

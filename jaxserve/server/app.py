@@ -137,8 +137,8 @@ class Server:
 
     def _prepare(self, endpoint: Endpoint, data: bytes, caller: Caller) -> PreparedRequest:
         prepared = prepare(endpoint, data, self.context, caller)
-        self.engine.check_admission(prepared.prompts)
-        return prepared
+        promised = self.engine.check_admission(prepared.prompts)
+        return dataclasses.replace(prepared, prompts=promised)
 
     async def _json_response(self, prepared: PreparedRequest, builder: ResponseBuilder) -> web.Response:
         if prepared.num_logprobs is None:

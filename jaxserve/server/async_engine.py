@@ -261,8 +261,10 @@ class AsyncEngine:
         """Engine requests whose streams are open."""
         return len(self._streams)
 
-    def check_admission(self, requests: Sequence[GenerationRequest]) -> None:
+    def check_admission(self, requests: Sequence[GenerationRequest]) -> tuple[GenerationRequest, ...]:
         """Refuse at once what the engine has no room for, or can't serve in time. From any thread but the loop's.
+
+        Returns them with the promise that they get in, for `open`.
 
         Raises:
           OverloadedError
@@ -270,6 +272,7 @@ class AsyncEngine:
         now = time.monotonic()
         for request in requests:
             self._engine.check_admission(request, now)
+        return tuple(dataclasses.replace(request, is_promised=True) for request in requests)
 
     def open(self, requests: Sequence[GenerationRequest]) -> OutputStream:
         """Hand `requests` to the engine; await `admitted()` on the result to learn whether it took all of them.
