@@ -23,8 +23,12 @@ BACKGROUND = CLASS_RANKS[ServiceClass.BACKGROUND]
 class Policy(Protocol):
     """What the continuous scheduler asks, and what a class named by `EngineConfig.policy` has to offer.
 
-    It is made with the `ResolvedConfig` as its only argument and called from one thread. Inheriting from
+    It is made with the `ResolvedConfig` as its only argument, and called by one thread at a time. Inheriting from
     `ChunkedPrefillPolicy` or `FairPolicy` and overriding `order` is enough for most.
+
+    `order(request, cost)` followed by `ended(request, order, cost)` must leave everything as it was: a request that is
+    refused goes through both, and so does one that is only asked about (`BaseScheduler.check`), at times that no
+    recording knows of. A policy that keeps something of them decides otherwise in a replay.
     """
 
     @property
