@@ -12,10 +12,12 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -35,18 +37,24 @@ _TARGETS = (
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 _TIMEOUT_SECONDS = 300
+_VERSION_TIMEOUT_SECONDS = 20
+
+_LOADING = threading.Lock()
 
 
-@functools.cache
 def load() -> None:
     """Register the library's functions with XLA under their own names; once a process.
 
     Raises:
       NotImplementedError: it can't be built or loaded here; the text says why.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), None)
-    if compiler is None:
-        raise NotImplementedError("there is no C++ compiler (g++ or clang++) to build it with")
+    with _LOADING:  # XLA refuses a second function under a name, and two builds are two libraries
+        _load()
+
+
+@functools.cache
+def _load() -> None:
+    compiler = _compiler()
     try:
         path = _folder() / f"jaxserve-{_digest(compiler)}.so"
         if not _is_whole(path):
@@ -58,9 +66,26 @@ def load() -> None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
 
 
+def _compiler() -> tuple[str, ...]:
+    """As words: $CXX may hold flags, or a launcher such as ccache."""
+    given = os.environ.get("CXX", "").strip()
+    if shutil.which(given):  # its path may have spaces in it
+        return (given,)
+    try:
+        compiler = tuple(shlex.split(given)) or tuple(filter(shutil.which, _COMPILERS))[:1]
+    except ValueError as error:
+        raise NotImplementedError(f"CXX is {given!r}: {error}") from error
+    if not compiler:
+        raise NotImplementedError("there is no C++ compiler (g++ or clang++) to build it with")
+    return compiler
+
+
 def _folder() -> Path:
     """Raises OSError: it can't be made, or somebody else could put a library there."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # neither $HOME nor an entry in the system's list of users
+        raise FileNotFoundError(f"{error} Set HOME or XDG_CACHE_HOME.") from error
     folder = Path(base) / "jaxserve" / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
@@ -71,7 +96,7 @@ def _folder() -> Path:
 
 def _is_whole(path: Path) -> bool:
     try:
-        return _checksum(path) == _checksum_file(path).read_text()
+        return _checksum(path).encode() == _checksum_file(path).read_bytes()
     except FileNotFoundError:
         return False
 
@@ -84,10 +109,16 @@ def _checksum_file(path: Path) -> Path:
     return path.with_suffix(".sha256")
 
 
-def _digest(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+def _digest(compiler: tuple[str, ...]) -> str:
+    version = _run([*compiler, "--version"], _VERSION_TIMEOUT_SECONDS).stdout
     sources = [_SOURCE.read_bytes(), *((_INCLUDE / name).read_bytes() for name in _HEADERS)]
-    facts = (*sources, version, repr(_FLAGS).encode(), _cpu().encode(), jaxlib.__version__.encode())
+    facts = (
+        *sources,
+        version.encode(),
+        repr((compiler, _FLAGS)).encode(),
+        _cpu().encode(),
+        jaxlib.__version__.encode(),
+    )
     return hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
 
 
@@ -100,31 +131,34 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _build(compiler: str, path: Path) -> None:
+def _build(compiler: tuple[str, ...], path: Path) -> None:
     """Raises OSError or NotImplementedError."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
         folders = ("-I", str(_INCLUDE), "-I", jax.ffi.include_dir())
-        command = [compiler, *_FLAGS, *folders, str(_SOURCE), "-o", str(built)]
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-                timeout=_TIMEOUT_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise NotImplementedError(
-                f"{compiler} took more than {_TIMEOUT_SECONDS} s to build it"
-            ) from error
+        done = _run([*compiler, *_FLAGS, *folders, str(_SOURCE), "-o", str(built)], _TIMEOUT_SECONDS)
         if done.returncode:
             said = " ".join(done.stderr.split())[:300]
             raise NotImplementedError(
-                f"{compiler} could not build it: {said or f'exit code {done.returncode}'}"
+                f"{shlex.join(compiler)} could not build it: {said or f'exit code {done.returncode}'}"
             )
         checksum = _checksum_file(built)
         checksum.write_text(_checksum(built))
         checksum.replace(_checksum_file(path))
         built.replace(path)
+
+
+def _run(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Raises OSError or NotImplementedError: it takes too long."""
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotImplementedError(f"{command[0]} took more than {seconds} s") from error

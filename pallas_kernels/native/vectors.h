@@ -94,22 +94,30 @@ inline Vec all(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 
 inline float sum(Vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
 
+// Lanes of a (0 to 7) and b (8 to 15).
+template <int... kFrom>
+inline Vec shuffled(Vec a, Vec b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kFrom...);
+#else
+  return __builtin_shuffle(a, b, Ints{kFrom...});  // GCC knows the other from 12 on
+#endif
+}
+
 // The lanes of eight vectors summed: lane i is the sum of v[i].
 inline Vec sum_each(const Vec* v) {
   Vec pairs[4];
   for (int i = 0; i < 4; ++i) {
     Vec a = v[2 * i], b = v[2 * i + 1];
-    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-               __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    pairs[i] = shuffled<0, 8, 2, 10, 4, 12, 6, 14>(a, b) + shuffled<1, 9, 3, 11, 5, 13, 7, 15>(a, b);
   }
   Vec fours[2];
   for (int i = 0; i < 2; ++i) {
     Vec a = pairs[2 * i], b = pairs[2 * i + 1];
-    fours[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    fours[i] = shuffled<0, 1, 8, 9, 4, 5, 12, 13>(a, b) + shuffled<2, 3, 10, 11, 6, 7, 14, 15>(a, b);
   }
-  return __builtin_shufflevector(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+  return shuffled<0, 1, 2, 3, 8, 9, 10, 11>(fours[0], fours[1]) +
+         shuffled<4, 5, 6, 7, 12, 13, 14, 15>(fours[0], fours[1]);
 }
 
 }  // namespace native

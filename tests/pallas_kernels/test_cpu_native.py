@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.native import library
 from pallas_kernels.paged_attention import AttentionSpec, DeviceFacts, resolve_backend
 from pallas_kernels.paged_attention.backends import Backend
 from tests.pallas_kernels.problems import (
@@ -171,50 +172,110 @@ def test_what_it_can_not_do_is_refused_and_auto_goes_on_to_xla(changes: dict[str
         resolve_backend("cpu-native", spec=SPEC, device=DeviceFacts("gpu", (9, 0), 132))
 
 
-def _choose(cache: Path, **environment: str) -> str:
-    """What a process of its own chooses, and why, in words."""
+def _start(cache: Path, prelude: str = "", *, times: int = 1, **environment: str) -> subprocess.Popen[str]:
+    """A process of its own that says what it chooses, and why, in words; `times` threads choose at once."""
     code = (
         "import logging; logging.basicConfig(level='INFO')\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from pallas_kernels.native import library\n"
         "from pallas_kernels.paged_attention import *\n"
         f"spec = {SPEC!r}\n"
-        "print(resolve_backend('auto', spec=spec, device=DeviceFacts('cpu')).name)"
+        f"{prelude}\n"
+        "choose = lambda _: resolve_backend('auto', spec=spec, device=DeviceFacts('cpu')).name\n"
+        f"print(*ThreadPoolExecutor({times}).map(choose, range({times})))"
     )
-    done = subprocess.run(
+    inherited = {name: value for name, value in os.environ.items() if name != "CXX"}
+    return subprocess.Popen(
         [sys.executable, "-c", code],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=True,
         env={
-            **os.environ,
+            **inherited,
             "XDG_CACHE_HOME": str(cache),
             "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONUNBUFFERED": "1",
             **environment,
         },
     )
-    return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("kind", ["missing", "broken"])
+def _said(process: subprocess.Popen[str]) -> str:
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Takes as long as it is told to, and says how often it was asked to build; the library is the one at hand."""
+    library.load()
+    [built] = (Path(os.environ["XDG_CACHE_HOME"]) / "jaxserve" / "native").glob("*.so")
+    program = tmp_path_factory.mktemp("compiler with spaces") / "c++"
+    program.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = --version ] && exec sleep ${VERSION_SECONDS:-0}\n'
+        f'echo built >> "{program}.log"; sleep ${{BUILD_SECONDS:-0}}\n'
+        f'while [ "$1" != -o ]; do shift; done; exec cp "{built}" "$2"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken", "unreadable"])
 def test_without_a_compiler_that_works_it_is_xla_and_says_why(kind: str, tmp_path: Path) -> None:
-    said = _choose(tmp_path, CXX=str(tmp_path / "none") if kind == "missing" else "/bin/false")
-    assert said.startswith("xla\n")
+    given = {"missing": str(tmp_path / "none"), "broken": "/bin/false", "unreadable": "c++ '"}
+    said = _said(_start(tmp_path, CXX=given[kind]))
+    assert said.endswith("xla\n")
     assert "cpu-native is not used: " in said
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.mark.parametrize("what", ["BUILD", "VERSION"])
+def test_a_compiler_that_hangs_is_given_up(what: str, tmp_path: Path, compiler: Path) -> None:
+    limits = "library._TIMEOUT_SECONDS = library._VERSION_TIMEOUT_SECONDS = 1"
+    said = _said(_start(tmp_path, limits, CXX=str(compiler), **{f"{what}_SECONDS": "3"}))
+    assert said.endswith("xla\n")
+    assert "took more than 1 s" in said
+    assert not list(tmp_path.rglob("*.*"))
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path) -> None:
     folder = tmp_path / "jaxserve" / "native"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert "nobody else may write there" in _choose(tmp_path)
+    assert "nobody else may write there" in _said(_start(tmp_path))
 
 
-def test_it_is_built_once_and_a_damaged_library_is_rebuilt(tmp_path: Path) -> None:
-    assert _choose(tmp_path).startswith("cpu-native\n")
-    [library] = tmp_path.rglob("*.so")
-    built = library.stat().st_mtime_ns
-    assert _choose(tmp_path, PATH=os.environ["PATH"]).startswith("cpu-native\n")
-    assert library.stat().st_mtime_ns == built
-    library.write_bytes(library.read_bytes()[:1000])
-    assert _choose(tmp_path).startswith("cpu-native\n")
-    assert library.stat().st_size > 1000
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number that no list of users knows."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    with pytest.raises(OSError, match="Set HOME or XDG_CACHE_HOME"):
+        library._folder()
+
+
+def test_it_is_built_once_and_a_damaged_library_is_rebuilt(tmp_path: Path, compiler: Path) -> None:
+    def choose() -> int:
+        """How often it has been built."""
+        assert _said(_start(tmp_path, CXX=f'env "{compiler}" -O2')).endswith("cpu-native\n")
+        return log.read_text().count("built")
+
+    log = compiler.with_name("c++.log")
+    log.write_text("")
+    assert choose() == 1, "a launcher and flags are part of the command"
+    assert choose() == 1
+    [built] = tmp_path.rglob("*.so")
+    built.write_bytes(built.read_bytes()[:1000])
+    assert choose() == 2
+    built.with_suffix(".sha256").write_bytes(b"\xff\x00")
+    assert choose() == 3
+    assert choose() == 3
+
+
+def test_processes_and_threads_may_build_it_at_once(tmp_path: Path, compiler: Path) -> None:
+    processes = [_start(tmp_path, times=4, CXX=str(compiler), BUILD_SECONDS="2") for _ in range(2)]
+    for process in processes:
+        assert _said(process).endswith("cpu-native cpu-native cpu-native cpu-native\n")
+    assert len(list(tmp_path.rglob("*.*"))) == 2, "a library and its checksum, nothing else"
