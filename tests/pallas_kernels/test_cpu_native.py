@@ -214,7 +214,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = tmp_path_factory.mktemp("compiler with spaces") / "c++"
     program.write_text(
         "#!/bin/sh\n"
-        '[ "$1" = --version ] && exec sleep ${VERSION_SECONDS:-0}\n'
+        'case "$*" in *--version) exec sleep ${VERSION_SECONDS:-0} ;; esac\n'
         f'echo built >> "{program}.log"; sleep ${{BUILD_SECONDS:-0}}\n'
         f'while [ "$1" != -o ]; do shift; done; exec cp "{built}" "$2"\n'
     )
