@@ -20,6 +20,7 @@ from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from jaxserve.goodput import GoodputMeter
 from jaxserve.host_gap import HostGap
+from jaxserve.lost_steps import LostSteps
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
@@ -32,8 +33,8 @@ from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# As often may a step fail without one that works in between before those that ran in it end with an error: one of
-# them may be why.
+# As often may a step fail without one that works in between, or with a request that gets no token in between, before
+# those that ran in it, or that request, end with an error: one of them may be why.
 MAX_STEP_FAILURES = 3
 
 
@@ -115,6 +116,7 @@ class EngineCore:
         )
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
+        self._lost = LostSteps(MAX_STEP_FAILURES)
         self._clock = clock
         self.step_times = StepTimeModel(_rounding(buckets))
         self.host = host or HostSpace()
@@ -231,7 +233,7 @@ class EngineCore:
 
         When the device fails, what it held is lost, and nothing else: its state is made anew, and all that ran begins
         again from the tokens it has, which gives the same ones. After `MAX_STEP_FAILURES` in a row whatever ran in the
-        last ends with an error.
+        last ends with an error, and so does a request that has been through as many without a new token.
 
         Raises:
           EngineDeadError: the engine was closed, has died before, or a program could not be made.
@@ -259,6 +261,7 @@ class EngineCore:
                 updates = self._scheduler.update_from_output(due.plan, result)
                 self._scheduler.note_first_tokens(updates, asked + waited)
                 self._goodput.tokens(updates, asked + waited)
+                self._lost.worked(updates)
                 self._count(due)
                 self.stats.step_failures_in_a_row = 0
         except _LostStepError as lost:
@@ -334,21 +337,24 @@ class EngineCore:
             self._dead = f"{fault}; its state could not be made anew: {type(second).__name__}: {second}"
             raise
         restarted = self._scheduler.restart_running()
-        lost = stats.step_failures_in_a_row >= MAX_STEP_FAILURES
+        hopeless, in_a_row = self._lost.failed(restarted), stats.step_failures_in_a_row
+        reason = f"the device failed at {MAX_STEP_FAILURES} steps while this request ran and got no token"
+        if in_a_row >= MAX_STEP_FAILURES:
+            hopeless = restarted
+            reason = (
+                f"the device failed at {in_a_row} steps in a row, of which the last computed this request"
+            )
         logger.error(
-            "%s (%d in a row); %d sequences %s",
+            "%s (%d in a row); %d sequences end with an error, %d are computed again",
             fault,
-            stats.step_failures_in_a_row,
-            len(restarted),
-            "end with an error" if lost else "are computed again",
+            in_a_row,
+            len(hopeless),
+            len(restarted) - len(hopeless),
             exc_info=error,
         )
-        if lost:
-            count = stats.step_failures_in_a_row
-            text = f"the device failed at {count} steps in a row, of which the last computed this request"
-            for request in restarted:
-                self._scheduler.finish(request.request_id, FinishReason.ERROR)
-                self._ended.append(RequestUpdate(request, [], error=text))
+        for request in hopeless:
+            self._scheduler.finish(request.request_id, FinishReason.ERROR)
+            self._ended.append(RequestUpdate(request, [], error=reason))
 
     def _count(self, done: _Launched) -> None:
         batch = done.batch
@@ -371,8 +377,9 @@ class EngineCore:
         return outputs
 
     def _forget(self, group_id: str, index: int) -> None:
-        members = self._groups[group_id]
-        members.remove(_sequence_id(group_id, index))
+        members, sequence_id = self._groups[group_id], _sequence_id(group_id, index)
+        members.remove(sequence_id)
+        self._lost.ended(sequence_id)
         if not members:
             del self._groups[group_id]
 
