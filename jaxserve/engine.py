@@ -33,9 +33,11 @@ from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# As often may a step fail without one that works in between, or with a request that gets no token in between, before
-# those that ran in it, or that request, end with an error: one of them may be why.
+# As often may a step fail without one that works in between before those that ran in it end with an error: one of
+# them may be why.
 MAX_STEP_FAILURES = 3
+# As many failed steps may a request go through without a new token: it may be why, although others work in between.
+MAX_LOST_STEPS = 10
 
 
 class Runner(Protocol):
@@ -116,7 +118,7 @@ class EngineCore:
         )
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
-        self._lost = LostSteps(MAX_STEP_FAILURES)
+        self._lost = LostSteps(MAX_LOST_STEPS)
         self._clock = clock
         self.step_times = StepTimeModel(_rounding(buckets))
         self.host = host or HostSpace()
@@ -233,7 +235,7 @@ class EngineCore:
 
         When the device fails, what it held is lost, and nothing else: its state is made anew, and all that ran begins
         again from the tokens it has, which gives the same ones. After `MAX_STEP_FAILURES` in a row whatever ran in the
-        last ends with an error, and so does a request that has been through as many without a new token.
+        last ends with an error, and so does a request that has been through `MAX_LOST_STEPS` without a new token.
 
         Raises:
           EngineDeadError: the engine was closed, has died before, or a program could not be made.
@@ -338,7 +340,7 @@ class EngineCore:
             raise
         restarted = self._scheduler.restart_running()
         hopeless, in_a_row = self._lost.failed(restarted), stats.step_failures_in_a_row
-        reason = f"the device failed at {MAX_STEP_FAILURES} steps while this request ran and got no token"
+        reason = f"the device failed at {MAX_LOST_STEPS} steps while this request ran and got no token"
         if in_a_row >= MAX_STEP_FAILURES:
             hopeless = restarted
             reason = (

@@ -28,6 +28,7 @@ ENGINE = (
         "speculative",
         "output_processor",
         "host_gap",
+        "lost_steps",
         "goodput",
     }
 )
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "outputs": {"request"},
     "stats": {"request"},
     "host_gap": set(),
+    "lost_steps": {"outputs", "request"},
     "goodput": {"outputs", "request", "stats"},
     "progress": set(),
     "model_store": set(),

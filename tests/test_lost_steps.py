@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine import MAX_STEP_FAILURES
+from jaxserve.engine import MAX_LOST_STEPS
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from tests.recording.hand_engine import HandRunner, Setup
 
@@ -62,7 +62,7 @@ def test_a_prompt_that_fails_in_any_piece_ends_alone(
     ):  # steps that work come before the failing one, and are read
         assert ends["early", 0] is FinishReason.LENGTH
         assert len(tokens["early"]) == 40
-    assert engine.stats.step_failures <= (n + 1) * MAX_STEP_FAILURES
+    assert engine.stats.step_failures <= (n + 1) * MAX_LOST_STEPS
     assert not engine._lost._counts
     engine.submit(ask("after", [3, 4]))
     while engine.has_work():
