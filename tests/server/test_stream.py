@@ -226,7 +226,8 @@ def test_a_slow_reader_holds_up_nobody_and_keeps_little(server: RunningServer, c
     until(lambda: not core.has_work(), seconds=20)
     # 10 clients x 1500 tokens x 21 logprobs, at most about 100 bytes each.
     assert process.memory_info().rss - before < 60e6
-    until(lambda: server.engine.num_open <= 10)  # the quick one's stream may close a moment after its last byte
+    # The quick one's stream may close a moment after its last byte.
+    until(lambda: server.engine.num_open <= 10)
     assert server.engine.num_open == 10, "nobody was cut off"
     for sock in slow[:-1]:
         http.reset(sock)
