@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.bench.peers.answer import read_answer
 from jaxserve.bench.peers.client import replay
@@ -17,6 +14,7 @@ from jaxserve.bench.peers.process import running
 from jaxserve.bench.peers.ready import wait_until_ready
 from jaxserve.bench.pressure.load import Plan, classed_body, closed_requests, plain_body, requests_of
 from jaxserve.bench.pressure.outcome import Outcome, outcome_of
+from jaxserve.bench.scrape import scrape
 from jaxserve.workload.traced_request import TracedRequest
 
 FCFS, OURS = "first come, first served", "classes and targets"
@@ -109,15 +107,8 @@ class _Server:
 
     def _counts(self) -> dict[str, float]:
         """Counters of `/metrics` that say what the policy did."""
-        with urllib.request.urlopen(f"{self._server.url}/metrics") as response:
-            text = response.read().decode()
-        counts: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            if family.type == "counter" and any(word in family.name for word in _COUNTED):
-                for sample in family.samples:
-                    labels = ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name")
-                    counts[f"{family.name}{f'[{labels}]' if labels else ''}"] = sample.value
-        return counts
+        counters = scrape(self._server.url, "counter")
+        return {name: value for name, value in counters.items() if any(word in name for word in _COUNTED)}
 
 
 def _at_once(item: TracedRequest) -> TracedRequest:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.peers.peer import own_peer
 from jaxserve.bench.peers.process import Running, running
 from jaxserve.bench.peers.ready import wait_until_ready
+from jaxserve.bench.scrape import scrape
 from jaxserve.bench.soak.client import End, send_all
 from jaxserve.request import ServiceTargets
 from jaxserve.workload.arrivals import Arrivals, Lengths
@@ -101,7 +99,7 @@ def soak(
         answered = [index for index, ending in enumerate(endings) if ending.token_ids]
         chosen = random.Random(seed).sample(answered, min(compare, len(answered)))
         again = send_all(server.url, name, [items[index] for index in chosen], clients=1)
-        metrics = _metrics(server)
+        metrics = scrape(server.url, "counter", "gauge")
     different = sum(
         endings[index].token_ids != alone.token_ids for index, alone in zip(chosen, again, strict=True)
     )
@@ -154,18 +152,6 @@ def _resident_bytes(server: Running) -> int:
     except OSError:
         return 0
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
-def _metrics(server: Running) -> dict[str, float]:
-    with urllib.request.urlopen(f"{server.url}/metrics") as response:
-        text = response.read().decode()
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        if family.type in ("counter", "gauge"):
-            for sample in family.samples:
-                labels = ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name")
-                found[f"{family.name}{f'[{labels}]' if labels else ''}"] = sample.value
-    return found
 
 
 def report(result: Soak) -> str:
