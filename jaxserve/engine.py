@@ -120,7 +120,7 @@ class EngineCore:
         self._gap = HostGap()
         self._lost = LostSteps(MAX_LOST_STEPS)
         self._clock = clock
-        self.step_times = StepTimeModel(_rounding(buckets))
+        self.step_times = StepTimeModel(buckets.round_up)
         self.host = host or HostSpace()
         self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
         self._output_processor = OutputProcessor(tokenizer)
@@ -429,14 +429,6 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
-
-
-def _rounding(buckets: ShapeBuckets | ReadyBuckets) -> Callable[[int, int], tuple[int, int]]:
-    def round_up(num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        bucket = buckets.smallest_for(num_tokens, num_seqs)
-        return bucket.tokens, bucket.seqs
-
-    return round_up
 
 
 def _sequence_id(group_id: str, index: int) -> str:

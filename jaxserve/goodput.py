@@ -55,20 +55,18 @@ class GoodputMeter:
         counts[pace.request.service_class.value] += 1
 
     def _count_promise(self, pace: _Pace) -> None:
-        if _ttft_is_kept(pace):
+        if pace.request.targets.met_by(_ttft(pace), None):
             self._stats.ttft_promises_kept += 1
         else:
             self._stats.ttft_promises_missed += 1
 
 
-def _ttft_is_kept(pace: _Pace) -> bool:
-    target = pace.request.targets.ttft_seconds
-    return target is None or pace.first - pace.request.arrival_time <= target
+def _ttft(pace: _Pace) -> float:
+    return pace.first - pace.request.arrival_time
 
 
 def _is_within_targets(pace: _Pace) -> bool:
     if not pace.tokens:
         return True  # it wanted none
-    target = pace.request.targets.itl_seconds
-    gaps = pace.tokens - 1
-    return _ttft_is_kept(pace) and (target is None or pace.last - pace.first <= target * gaps)
+    mean_itl = (pace.last - pace.first) / (pace.tokens - 1) if pace.tokens > 1 else None
+    return pace.request.targets.met_by(_ttft(pace), mean_itl)

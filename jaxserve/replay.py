@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxserve.batch.bucket_plan_file import plan_content
 from jaxserve.config import EngineConfig, replace
 from jaxserve.engine_factory import create_engine
 from jaxserve.errors import ConfigError
@@ -36,7 +37,7 @@ def replay_recording(recording: Recording, model: str | None, progress: Progress
     header = recording.header
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "shapes.json"
-        plan.write_text(json.dumps(_bucket_plan(header.engine.shapes)))
+        plan.write_text(json.dumps(plan_content(header.engine.buckets().seqs_by_tokens)))
         options = replace(
             _options(recording),
             num_blocks=header.engine.num_blocks,
@@ -111,14 +112,3 @@ def _options(recording: Recording) -> EngineConfig:
         return msgspec.convert(recording.header.options, EngineConfig)
     except ValueError as error:
         raise ConfigError(f"{recording.path}: line 1: {error}") from error
-
-
-def _bucket_plan(shapes: tuple[tuple[int, int], ...]) -> dict[str, object]:
-    sizes = sorted({tokens for tokens, _ in shapes})
-    return {
-        "jaxserve_bucket_plan": 1,
-        "shapes": [
-            {"tokens": size, "seqs": sorted(seqs for tokens, seqs in shapes if tokens == size)}
-            for size in sizes
-        ],
-    }

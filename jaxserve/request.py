@@ -46,6 +46,12 @@ class ServiceTargets:
     ttft_seconds: float | None = None
     itl_seconds: float | None = None
 
+    def met_by(self, ttft: float, mean_itl: float | None) -> bool:
+        """Whether latencies, in seconds, are within the targets; `mean_itl`: None with a single token."""
+        if self.ttft_seconds is not None and ttft > self.ttft_seconds:
+            return False
+        return self.itl_seconds is None or mean_itl is None or mean_itl <= self.itl_seconds
+
 
 class FinishReason(enum.StrEnum):
     """Why a request ended; the values are those of the OpenAI API where it has one."""

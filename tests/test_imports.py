@@ -14,7 +14,17 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # A room is a folder of jaxserve/, or a file beside them. It may import the rooms named here, and itself. A new file
 # or folder needs a line: that is the moment to think about where it belongs.
-PLAIN_DATA = {"errors", "config", "request", "outputs", "stats", "progress", "model_store", "file_lock"}
+PLAIN_DATA = {
+    "errors",
+    "config",
+    "request",
+    "outputs",
+    "stats",
+    "progress",
+    "model_store",
+    "file_lock",
+    "line_writer",
+}
 TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
     PLAIN_DATA
@@ -44,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "model_store": set(),
     "file_lock": set(),
+    "line_writer": {"errors"},
     "workload": PLAIN_DATA,
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
     "scheduler": PLAIN_DATA,

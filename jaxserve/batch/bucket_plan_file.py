@@ -24,8 +24,7 @@ def write_plan(path: Path, shapes: Shapes, expectation: Expectation, *, num_step
       OSError: it can't be written there.
     """
     plan = {
-        _KEY: _VERSION,
-        "shapes": [{"tokens": tokens, "seqs": list(seqs)} for tokens, seqs in shapes],
+        **plan_content(shapes),
         "expected": {
             "planned_from_steps": num_steps,
             "packing_efficiency": round(expectation.packing_efficiency, 4),
@@ -44,6 +43,14 @@ def write_plan(path: Path, shapes: Shapes, expectation: Expectation, *, num_step
     except BaseException:
         os.unlink(partial)
         raise
+
+
+def plan_content(shapes: Shapes) -> dict[str, Any]:
+    """What `read_plan` reads, as JSON values."""
+    return {
+        _KEY: _VERSION,
+        "shapes": [{"tokens": tokens, "seqs": list(seqs)} for tokens, seqs in shapes],
+    }
 
 
 def read_plan(path: Path) -> Shapes:

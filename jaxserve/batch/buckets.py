@@ -45,6 +45,11 @@ class ShapeBuckets:
                     return Bucket(tokens, size, self.blocks)
         raise ConfigError(f"no bucket holds {num_tokens} tokens of {num_seqs} sequences")
 
+    def round_up(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        """(T, S) of `smallest_for`."""
+        bucket = self.smallest_for(num_tokens, num_seqs)
+        return bucket.tokens, bucket.seqs
+
 
 def default_buckets(config: ResolvedConfig) -> ShapeBuckets:
     """The shapes of an engine that was given no plan."""

@@ -53,6 +53,10 @@ class ReadyBuckets:
         """The smallest ready bucket that holds the batch; once the largest is ready there always is one."""
         return self._ready.smallest_for(num_tokens, num_seqs)
 
+    def round_up(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        """(T, S) of `smallest_for`."""
+        return self._ready.round_up(num_tokens, num_seqs)
+
 
 def in_order_of_use(buckets: Iterable[Bucket]) -> list[Bucket]:
     """The order to compile in. The first two run any step: the largest holds every one (and needs the most memory, so

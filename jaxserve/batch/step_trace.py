@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxserve.batch.step_sizes import StepLimits, StepSizes
 from jaxserve.errors import ConfigError
+from jaxserve.line_writer import LineFile, LineWriter
 
 logger = logging.getLogger("jaxserve.steps")
 
@@ -22,16 +23,17 @@ MAX_STEPS = 1_000_000  # about 30 MB, and hours of serving
 
 _VERSION = 1
 _KEY = "jaxserve_steps"
-_WRITE_EVERY_SECONDS = 1.0
-_CLOSE_SECONDS = 10.0  # a disk that hangs must not hold up the end
+_FILE = LineFile(
+    what="a recording of steps",
+    key=_KEY,
+    full="no more steps are recorded",
+    failed="steps are no longer recorded",
+    every_seconds=1.0,
+)
 
 
 class StepRecorder:
-    """Writes the size of every step to a file, up to `max_steps` of them.
-
-    The engine's thread only appends to a queue; a thread of the recorder's own writes, once a second. A disk that
-    fails ends the recording with a warning and stops nothing else.
-    """
+    """Writes the size of every step to a file, up to `max_steps` of them; no step waits for the disk (`LineWriter`)."""
 
     def __init__(self, path: Path, limits: StepLimits, *, max_steps: int = MAX_STEPS) -> None:
         """Begin a file; an older recording there is replaced.
@@ -39,68 +41,26 @@ class StepRecorder:
         Raises:
           ConfigError: it can't be written, or holds something else than a recording.
         """
-        self._path = path
-        self._left = max_steps
-        self._pending: deque[tuple[int, int]] = deque()
-        self._closing = threading.Event()
-        self._writer: threading.Thread | None = None
         header = {
             _KEY: _VERSION,
             "max_num_batched_tokens": limits.max_tokens,
             "max_num_seqs": limits.max_seqs,
         }
-        try:
-            if path.exists() and not _may_replace(path):
-                raise ConfigError(f"{path}: exists, and is not a recording of steps; name another file")
-            path.write_text(json.dumps(header) + "\n")
-        except OSError as error:
-            raise ConfigError(f"{path}: can't be written ({error.strerror})") from error
+        self._lines = LineWriter(
+            path, _FILE, logger, header=json.dumps(header).encode() + b"\n", max_lines=max_steps
+        )
 
     def add(self, tokens: int, seqs: int) -> None:
         """Record a step: tokens before a bucket pads them, and sequences. One thread at a time."""
-        if self._left <= 0:
-            return
-        self._left -= 1
-        self._pending.append((tokens, seqs))
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._write_on, name="step-recorder", daemon=True)
-            self._writer.start()
+        self._lines.add(partial(_line, tokens, seqs))
 
     def close(self) -> None:
         """Write what is left. Idempotent."""
-        self._closing.set()
-        if self._writer is not None:
-            self._writer.join(timeout=_CLOSE_SECONDS)
-
-    def _write_on(self) -> None:
-        try:
-            while not self._closing.wait(_WRITE_EVERY_SECONDS):
-                self._flush()
-                if self._left <= 0 and not self._pending:
-                    logger.warning("%s is full: no more steps are recorded", self._path)
-                    return
-            self._flush()
-        except OSError as error:
-            self._left = 0
-            self._pending.clear()
-            logger.warning("%s: steps are no longer recorded (%s)", self._path, error.strerror)
-
-    def _flush(self) -> None:
-        lines = [
-            '{"tokens": %d, "seqs": %d}\n' % self._pending.popleft()  # noqa: UP031 - a tuple
-            for _ in range(len(self._pending))
-        ]
-        if lines:
-            with self._path.open("a") as file:
-                file.write("".join(lines))
+        self._lines.close()
 
 
-def _may_replace(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        start = file.readline(200)
-    return not start or start.startswith(b'{"' + _KEY.encode())
+def _line(tokens: int, seqs: int) -> bytes:
+    return b'{"tokens": %d, "seqs": %d}\n' % (tokens, seqs)
 
 
 @dataclass(frozen=True, slots=True)

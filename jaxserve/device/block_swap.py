@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,21 +130,13 @@ class BlockSwap:
 
     def _count_out(self, num_blocks: int, started: float) -> None:
         old, seconds = self._moved, self._clock() - started
-        self._moved = BlockTransfers(
-            old.out_bytes + num_blocks * self._block_bytes,
-            old.out_seconds + seconds,
-            old.in_bytes,
-            old.in_seconds,
-        )
+        num_bytes = old.out_bytes + num_blocks * self._block_bytes
+        self._moved = replace(old, out_bytes=num_bytes, out_seconds=old.out_seconds + seconds)
 
     def _count_in(self, num_blocks: int, started: float) -> None:
         old, seconds = self._moved, self._clock() - started
-        self._moved = BlockTransfers(
-            old.out_bytes,
-            old.out_seconds,
-            old.in_bytes + num_blocks * self._block_bytes,
-            old.in_seconds + seconds,
-        )
+        num_bytes = old.in_bytes + num_blocks * self._block_bytes
+        self._moved = replace(old, in_bytes=num_bytes, in_seconds=old.in_seconds + seconds)
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:

@@ -46,12 +46,7 @@ def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBucket
     Raises:
       ConfigError: a line of it is damaged.
     """
-
-    def round_up(num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        bucket = buckets.smallest_for(num_tokens, num_seqs)
-        return bucket.tokens, bucket.seqs
-
-    step_times = StepTimeModel(round_up)
+    step_times = StepTimeModel(buckets.round_up)
     seen: list[_Seen] = []
     unfinished: dict[str, _Seen] = {}  # by request id; the newest of those that had it
     launched: deque[Plan] = deque()  # and not read

@@ -26,6 +26,7 @@ from jaxserve.recording.events import (
     refusal,
     result_record,
 )
+from jaxserve.recording.runner_proxy import RunnerProxy
 from jaxserve.scheduler.output import SchedulerOutput
 
 
@@ -164,12 +165,11 @@ class _RecordedClock:
         return self._values.pop() if len(self._values) > 1 else self._values[0]
 
 
-class _ComparingRunner:
+class _ComparingRunner(RunnerProxy):
     """Runs what the engine plans, and compares plans and results with those recorded."""
 
     def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.padding_row = runner.padding_row
+        super().__init__(runner)
         self.expect(Step(number=0))
 
     def expect(self, event: Step) -> None:
@@ -179,18 +179,6 @@ class _ComparingRunner:
         self.plan: Plan | None = None
         self.result: Result | None = None
         self.difference: str | tuple[str, str] | None = None
-
-    @property
-    def num_compiled(self) -> int:
-        return self._runner.num_compiled
-
-    @property
-    def serving_compilations(self) -> int:
-        return self._runner.serving_compilations
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._runner.failure
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any:
         self.plan = plan_record(plan, batch.bucket)
@@ -218,10 +206,7 @@ class _ComparingRunner:
     def rebuild_state(self) -> None:
         if self._event.raised is not None:
             raise RuntimeError(f"as recorded: {self._event.raised}")
-        self._runner.rebuild_state()
-
-    def close(self) -> None:
-        self._runner.close()
+        super().rebuild_state()
 
     def _fail_as_recorded(self, where: str) -> None:
         if self._event.fault is not None and self._event.fault[0] == where:

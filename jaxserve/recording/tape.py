@@ -10,6 +10,7 @@ from jaxserve.batch.builder import HostBatch
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.engine import Runner
 from jaxserve.outputs import ModelRunnerOutput
+from jaxserve.recording.runner_proxy import RunnerProxy
 from jaxserve.scheduler.output import SchedulerOutput
 
 
@@ -54,25 +55,12 @@ class Tape:
         return value
 
 
-class TapedRunner:
+class TapedRunner(RunnerProxy):
     """A runner whose every answer goes onto a tape."""
 
     def __init__(self, runner: Runner, tape: Tape) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._tape = tape
-        self.padding_row = runner.padding_row
-
-    @property
-    def num_compiled(self) -> int:
-        return self._runner.num_compiled
-
-    @property
-    def serving_compilations(self) -> int:
-        return self._runner.serving_compilations
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._runner.failure
 
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> Any:
         self._tape.launched = plan, batch
@@ -98,9 +86,3 @@ class TapedRunner:
             self._tape.fault = "read", f"{type(error).__name__}: {error}"
             raise
         return self._tape.result
-
-    def rebuild_state(self) -> None:
-        self._runner.rebuild_state()
-
-    def close(self) -> None:
-        self._runner.close()

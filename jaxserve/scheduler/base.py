@@ -90,7 +90,7 @@ class BaseScheduler:
         self._num_added = 0
         self._counters = Counters()
 
-    # What subclasses define, the the first four of them all.
+    # What subclasses define, all of them the first four.
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step; `now`: seconds, of the clock of `Request.arrival_time`."""
@@ -152,16 +152,7 @@ class BaseScheduler:
             if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
                 raise ValueError(f"request {request.request_id!r} is not a fresh one")
             admission.check_fits_pool(request, self._kv.pool.num_blocks, self._kv.block_size)
-        if now is None:
-            now = requests[0].arrival_time
-        try:
-            self._check_queue(requests)
-            entries = self._make_entries(requests, now)
-        except OverloadedError as error:
-            refusals = self._counters.refusals
-            refusals[error.reason] = refusals.get(error.reason, 0) + 1
-            raise
-        for entry in entries:
+        for entry in self._entries_unless_refused(requests, requests[0].arrival_time if now is None else now):
             request = entry.request
             self._entries[request.request_id] = entry
             self._unfinished_by_class[request.service_class] += 1
@@ -175,18 +166,22 @@ class BaseScheduler:
         """
         num_added = self._num_added
         try:
-            self._check_queue(requests)
-            entries = self._make_entries(requests, now)
-        except OverloadedError as error:
-            refusals = self._counters.refusals
-            refusals[error.reason] = refusals.get(error.reason, 0) + 1
-            raise
+            entries = self._entries_unless_refused(requests, now)
         finally:
             self._num_added = num_added
         for entry in entries:
             self._policy.ended(entry.request, entry.order, entry.cost)
             self._kv.forget(entry.request.request_id)
         return entries
+
+    def _entries_unless_refused(self, requests: Sequence[Request], now: float) -> list[Entry]:
+        try:
+            self._check_queue(requests)
+            return self._make_entries(requests, now)
+        except OverloadedError as error:
+            refusals = self._counters.refusals
+            refusals[error.reason] = refusals.get(error.reason, 0) + 1
+            raise
 
     def _check_queue(self, requests: Sequence[Request]) -> None:
         num_tokens = sum(tokens_to_compute(request) for request in requests)

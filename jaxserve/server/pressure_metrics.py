@@ -5,16 +5,14 @@ Every counter by class or kind is there from the start, at 0, so that a rate can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.server.circuit_breaker import BreakerState, CircuitBreaker
+from jaxserve.server.metric_families import Families
 from jaxserve.stats import EngineStats
-
-_Family = Callable[..., Metric]
 
 
 class PressureCollector(Collector):
@@ -23,7 +21,7 @@ class PressureCollector(Collector):
     def __init__(self, stats: EngineStats, breaker: CircuitBreaker, model_name: str) -> None:
         self._stats = stats
         self._breaker = breaker
-        self._model = model_name
+        self._families = Families(model_name)
 
     def collect(self) -> Iterable[Metric]:
         yield from self._queues()
@@ -33,16 +31,20 @@ class PressureCollector(Collector):
 
     def _queues(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._gauge("running", "Sequences being computed.", stats.running_by_class, "class")
-        yield self._gauge("waiting", "Sequences waiting to be computed.", stats.waiting_by_class, "class")
-        yield self._gauge(
+        yield self._families.gauge("running", "Sequences being computed.", stats.running_by_class, "class")
+        yield self._families.gauge(
+            "waiting", "Sequences waiting to be computed.", stats.waiting_by_class, "class"
+        )
+        yield self._families.gauge(
             "waiting_tokens", "Tokens that waiting sequences have to compute.", stats.waiting_tokens
         )
-        yield self._counter("refusals", "Requests refused because of load.", dict(stats.refusals), "reason")
-        yield self._counter(
+        yield self._families.counter(
+            "refusals", "Requests refused because of load.", dict(stats.refusals), "reason"
+        )
+        yield self._families.counter(
             "promotions", "Background sequences that had waited too long to be passed.", stats.promotions
         )
-        yield self._counter(
+        yield self._families.counter(
             "stall_cuts",
             "Steps that computed less of prompts for the sake of running streams.",
             stats.stall_cuts,
@@ -50,61 +52,45 @@ class PressureCollector(Collector):
 
     def _preemptions(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._counter(
+        yield self._families.counter(
             "preemptions_by_class", "Sequences that lost their blocks.", stats.preemptions_by_class, "class"
         )
-        yield self._counter(
+        yield self._families.counter(
             "class_preemptions", "Made room for a higher class or priority.", stats.class_preemptions
         )
 
     def _targets(self) -> Iterator[Metric]:
         stats = self._stats
-        yield self._counter(
+        yield self._families.counter(
             "within_targets",
             "Sequences that ended with the latencies they asked for.",
             stats.within_targets,
             "class",
         )
-        yield self._counter(
+        yield self._families.counter(
             "outside_targets", "Sequences that ended without them.", stats.outside_targets, "class"
         )
         promises = {"kept": stats.ttft_promises_kept, "missed": stats.ttft_promises_missed}
-        yield self._counter("ttft_promises", "First tokens that were promised in time.", promises, "outcome")
-        yield self._counter("ttft_predictions", "Predicted and seen.", stats.ttft_predictions)
+        yield self._families.counter(
+            "ttft_promises", "First tokens that were promised in time.", promises, "outcome"
+        )
+        yield self._families.counter("ttft_predictions", "Predicted and seen.", stats.ttft_predictions)
         for name, text, value in (
             ("predicted", "Sum of what was predicted of them.", stats.ttft_predicted_seconds),
             ("actual", "Sum of what they took.", stats.ttft_actual_seconds),
             ("error", "Sum of the absolute differences.", stats.ttft_error_seconds),
         ):
-            yield self._counter(f"ttft_{name}_seconds", text, value)
-        yield self._gauge("ttft_correction", "What predictions are multiplied by.", stats.ttft_correction)
-
-    def _failures(self) -> Iterator[Metric]:
-        yield self._counter("step_failures", "Steps that the device failed at.", self._stats.step_failures)
-        states = {state.value: int(state is self._breaker.state) for state in BreakerState}
-        yield self._gauge("circuit_breaker", "1 for the state that it is in.", states, "state")
-        yield self._counter(
-            "circuit_breaker_openings", "How often it has opened.", self._breaker.num_openings
+            yield self._families.counter(f"ttft_{name}_seconds", text, value)
+        yield self._families.gauge(
+            "ttft_correction", "What predictions are multiplied by.", stats.ttft_correction
         )
 
-    def _gauge(
-        self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None
-    ) -> Metric:
-        return self._family(GaugeMetricFamily, name, text, value, label)
-
-    def _counter(
-        self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None
-    ) -> Metric:
-        return self._family(CounterMetricFamily, name, text, value, label)
-
-    def _family(
-        self, kind: _Family, name: str, text: str, value: float | Mapping[str, float], label: str | None
-    ) -> Metric:
-        labels = ["model_name"] if label is None else ["model_name", label]
-        family = kind(f"jaxserve:{name}", text, labels=labels)
-        if isinstance(value, Mapping):
-            for key, number in value.items():
-                family.add_metric([self._model, key], number)  # type: ignore[attr-defined]
-        else:
-            family.add_metric([self._model], value)  # type: ignore[attr-defined]
-        return family
+    def _failures(self) -> Iterator[Metric]:
+        yield self._families.counter(
+            "step_failures", "Steps that the device failed at.", self._stats.step_failures
+        )
+        states = {state.value: int(state is self._breaker.state) for state in BreakerState}
+        yield self._families.gauge("circuit_breaker", "1 for the state that it is in.", states, "state")
+        yield self._families.counter(
+            "circuit_breaker_openings", "How often it has opened.", self._breaker.num_openings
+        )

@@ -101,11 +101,8 @@ class RequestTimes:
     @property
     def meets_targets(self) -> bool:
         """Complete, with TTFT and mean time between tokens (`tpot`) within its targets, if it has any."""
-        targets, ttft, tpot = self.request.targets, self.ttft, self.tpot
-        if not self.is_complete or ttft is None:
-            return False
-        in_time = targets.ttft_seconds is None or ttft <= targets.ttft_seconds
-        return in_time and (targets.itl_seconds is None or tpot is None or tpot <= targets.itl_seconds)
+        ttft = self.ttft
+        return self.is_complete and ttft is not None and self.request.targets.met_by(ttft, self.tpot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,14 +136,9 @@ def simulated_engine(
     """
     described = costs.engine
     buckets = described.buckets()
-
-    def round_up(num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        bucket = buckets.smallest_for(num_tokens, num_seqs)
-        return bucket.tokens, bucket.seqs
-
     runner = SimulatedRunner(
         clock,
-        spread_step_seconds(costs.step_time_model(round_up), random.Random(seed)),
+        spread_step_seconds(costs.step_time_model(buckets.round_up), random.Random(seed)),
         padding_row=config.max_num_seqs,
         vocab_size=described.model_config.vocab_size,
         observe=observe,

@@ -28,10 +28,15 @@ class Arrivals:
     off_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.rate > 0, f"rate must be more than 0, got {self.rate:g}")
+        _require(0 < self.rate < math.inf, f"rate must be a number above 0, got {self.rate:g}")
         _require(0 <= self.burstiness <= 20, f"burstiness must be between 0 and 20, got {self.burstiness:g}")
-        _require(self.on_seconds > 0, f"on_seconds must be more than 0, got {self.on_seconds:g}")
-        _require(self.off_seconds >= 0, f"off_seconds must be at least 0, got {self.off_seconds:g}")
+        _require(
+            0 < self.on_seconds < math.inf, f"on_seconds must be a number above 0, got {self.on_seconds:g}"
+        )
+        _require(
+            0 <= self.off_seconds < math.inf,
+            f"off_seconds must be a number of at least 0, got {self.off_seconds:g}",
+        )
 
     def times(self, rng: random.Random) -> Iterator[float]:
         """Seconds from the start, ascending, without end."""
@@ -62,7 +67,10 @@ class Lengths:
     most: int = 2**31 - 1
 
     def __post_init__(self) -> None:
-        _require(self.median > 0, f"the median of a length must be more than 0, got {self.median:g}")
+        _require(
+            0 < self.median < math.inf,
+            f"the median of a length must be a number above 0, got {self.median:g}",
+        )
         _require(0 <= self.sigma <= 10, f"the sigma of a length must be between 0 and 10, got {self.sigma:g}")
         _require(1 <= self.least <= self.most, f"a length can't be in {self.least}..{self.most}")
 

@@ -137,7 +137,8 @@ void attend(const Problem<T>& p, const Task& task) {
   float* query = room.data();
   float* sums = query + queries * d;
   float* scores = sums + queries * d;
-  std::vector<Seen> seen(queries, Seen{-std::numeric_limits<float>::max(), all(0.f)});
+  thread_local std::vector<Seen> seen;
+  seen.assign(queries, Seen{-std::numeric_limits<float>::max(), all(0.f)});
   std::memset(sums, 0, queries * d * sizeof(float));
   const int64_t first_head = task.kv_head * group;
   for (int64_t i = 0; i < task.count; ++i)

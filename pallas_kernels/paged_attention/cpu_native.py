@@ -5,6 +5,8 @@ XLA's own products of the small matrices that decoding multiplies run on one cor
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,65 +57,6 @@ def ragged_paged_attention(
     v_scale: jax.Array | None,
 ) -> jax.Array:
     """See `api.ragged_paged_attention`. Decode rows need no path of their own."""
-    del num_decodes
-    return _call(
-        q_THd,
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB,
-        seq_lens_S,
-        cu_q_lens,
-        num_seqs,
-        scale=scale,
-        soft_cap=soft_cap,
-        sliding_window=sliding_window,
-    )
-
-
-def paged_decode(
-    q_SHd: jax.Array,
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    *,
-    block_tables_SB: jax.Array,
-    seq_lens_S: jax.Array,
-    num_seqs: jax.Array,
-    scale: float,
-    backend: Backend,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
-) -> jax.Array:
-    """See `api.paged_decode`."""
-    rows = jnp.arange(seq_lens_S.shape[0] + 1, dtype=jnp.int32)
-    return _call(
-        q_SHd,
-        k_cache_NKbd,
-        v_cache_NKbd,
-        block_tables_SB,
-        seq_lens_S,
-        jnp.minimum(rows, num_seqs),
-        num_seqs,
-        scale=scale,
-        soft_cap=soft_cap,
-        sliding_window=sliding_window,
-    )
-
-
-def _call(
-    q_THd: jax.Array,
-    k_cache_NKbd: jax.Array,
-    v_cache_NKbd: jax.Array,
-    block_tables_SB: jax.Array,
-    seq_lens_S: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
-    *,
-    scale: float,
-    soft_cap: float | None,
-    sliding_window: int | None,
-) -> jax.Array:
     name = _TARGETS.get(str(q_THd.dtype))
     if name is None or k_cache_NKbd.dtype != q_THd.dtype:
         raise NotImplementedError(
@@ -132,4 +75,27 @@ def _call(
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0.0),
         sliding_window=np.int64(sliding_window or 2**31 - 1),
+    )
+
+
+def paged_decode(
+    q_SHd: jax.Array,
+    k_cache_NKbd: jax.Array,
+    v_cache_NKbd: jax.Array,
+    *,
+    seq_lens_S: jax.Array,
+    num_seqs: jax.Array,
+    **call: Any,
+) -> jax.Array:
+    """See `api.paged_decode`: `call` is the rest of its arguments."""
+    rows = jnp.arange(seq_lens_S.shape[0] + 1, dtype=jnp.int32)
+    return ragged_paged_attention(
+        q_SHd,
+        k_cache_NKbd,
+        v_cache_NKbd,
+        seq_lens_S=seq_lens_S,
+        cu_q_lens=jnp.minimum(rows, num_seqs),
+        num_decodes=num_seqs,
+        num_seqs=num_seqs,
+        **call,
     )

@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.peers.answer import Answer, Fault
-from jaxserve.bench.pressure.load import Plan, classed_body, plain_body, requests_of
+from jaxserve.bench.peers.client import completion_body
+from jaxserve.bench.pressure.load import Plan, classed_body, requests_of
 from jaxserve.bench.pressure.outcome import outcome_of
 from jaxserve.bench.soak.client import End, _read
 from jaxserve.bench.soak.run import Soak
@@ -52,7 +53,7 @@ def test_the_same_requests_with_and_without_their_classes() -> None:
     items = requests_of(plan, 1.0, 10.0).requests
     assert {item.service_class for item in items} == set(ServiceClass)
     for item in items:
-        plain, classed = plain_body("m", item), classed_body("m", item)
+        plain, classed = completion_body("m", item), classed_body("m", item)
         assert set(plain) < set(classed)
         assert plain["prompt"] == classed["prompt"]
         is_background = item.service_class is ServiceClass.BACKGROUND

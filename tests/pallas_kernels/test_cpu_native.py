@@ -17,10 +17,11 @@ from pallas_kernels.native import library
 from pallas_kernels.paged_attention import AttentionSpec, DeviceFacts, resolve_backend
 from pallas_kernels.paged_attention.backends import Backend
 from tests.pallas_kernels.problems import (
-    Problem,
     appended_to,
+    decoded,
     expected,
     in_dtype,
+    last_chunk,
     make_problem,
     padded_to,
     run,
@@ -105,22 +106,8 @@ def test_a_row_does_not_depend_on_how_it_is_computed(dtype: str) -> None:
     whole = in_dtype(dataclasses.replace(whole, q=4 * whole.q), dtype)  # peaks that move
     rows = run(whole, NATIVE)
     for count in (1, 2, 9):
-        np.testing.assert_array_equal(run(_decoded(whole, count), NATIVE), rows[-count:])
-    chunk = dataclasses.replace(whole, q=whole.q[-5:], cu_q_lens=np.array([0, 5], np.int32))
-    np.testing.assert_array_equal(run(chunk, NATIVE), rows[-5:])
-
-
-def _decoded(problem: Problem, count: int) -> Problem:
-    length = problem.seq_lens[0]
-    return dataclasses.replace(
-        problem,
-        q=problem.q[-count:],
-        block_tables=np.repeat(problem.block_tables, count, axis=0),
-        seq_lens=np.arange(length - count + 1, length + 1, dtype=np.int32),
-        cu_q_lens=np.arange(count + 1, dtype=np.int32),
-        num_decodes=count,
-        num_seqs=count,
-    )
+        np.testing.assert_array_equal(run(decoded(whole, count), NATIVE), rows[-count:])
+    np.testing.assert_array_equal(run(last_chunk(whole, 5), NATIVE), rows[-5:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import XLA
 from tests.pallas_kernels.problems import (
-    Problem,
     appended_to,
+    decoded,
     expected,
     in_dtype,
+    last_chunk,
     make_problem,
     padded_to,
     quantised,
@@ -121,25 +122,6 @@ def test_deterministic_rows_do_not_depend_on_how_they_are_computed(kv_heads, gro
     for count in (2, 9):
         np.testing.assert_array_equal(run(decoded(whole, count), backend), rows[-count:])
     np.testing.assert_array_equal(run(last_chunk(whole, 5), backend), rows[-5:])
-
-
-def decoded(problem: Problem, count: int) -> Problem:
-    """The last rows of a problem of one sequence, each as a sequence of its own over the same blocks."""
-    length = problem.seq_lens[0]
-    return dataclasses.replace(
-        problem,
-        q=problem.q[-count:],
-        block_tables=np.repeat(problem.block_tables, count, axis=0),
-        seq_lens=np.arange(length - count + 1, length + 1, dtype=np.int32),
-        cu_q_lens=np.arange(count + 1, dtype=np.int32),
-        num_decodes=count,
-        num_seqs=count,
-    )
-
-
-def last_chunk(problem: Problem, count: int) -> Problem:
-    """The last rows of a problem of one sequence as a chunk."""
-    return dataclasses.replace(problem, q=problem.q[-count:], cu_q_lens=np.array([0, count], np.int32))
 
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:

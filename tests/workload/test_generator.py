@@ -181,6 +181,11 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
         dataclasses.replace(EVERYTHING, **changes)  # type: ignore[arg-type]
     for make in (
         lambda: Arrivals(0.0),
+        lambda: Arrivals(float("inf")),
+        lambda: Arrivals(float("nan")),
+        lambda: Arrivals(1.0, on_seconds=float("inf")),
+        lambda: Arrivals(1.0, off_seconds=float("inf")),
+        lambda: Lengths(float("inf"), 1.0),
         lambda: Arrivals(1.0, -1.0),
         lambda: Lengths(0, 1),
         lambda: Lengths(1, -1),

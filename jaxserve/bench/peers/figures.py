@@ -55,14 +55,14 @@ def figures_of(answers: Sequence[Answer]) -> Figures:
     return Figures(
         seconds=seconds,
         output_throughput=tokens / seconds if seconds > 0 else 0.0,
-        ttft_p50=_percentile(ttft, 50),
-        ttft_p99=_percentile(ttft, 99),
-        inter_token_p50=_percentile(lengths, 50),
-        inter_token_p99=_percentile(lengths, 99),
-        inter_token_arriving_p99=_percentile(arriving, 99),
+        ttft_p50=percentile(ttft, 50),
+        ttft_p99=percentile(ttft, 99),
+        inter_token_p50=percentile(lengths, 50),
+        inter_token_p99=percentile(lengths, 99),
+        inter_token_arriving_p99=percentile(arriving, 99),
         tokens_per_chunk=sum(answer.output_tokens for answer in started) / num_chunks if num_chunks else None,
-        latency_p50=_percentile(latency, 50),
-        latency_p99=_percentile(latency, 99),
+        latency_p50=percentile(latency, 50),
+        latency_p99=percentile(latency, 99),
         whole=sum(answer.fault is None for answer in answers),
         requests=len(answers),
     )
@@ -89,5 +89,6 @@ def overlaps(gaps: Sequence[tuple[float, float]], disjoint: Sequence[tuple[float
     ]
 
 
-def _percentile(values: Sequence[float], percent: float) -> float | None:
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """None for no values."""
     return float(np.percentile(values, percent)) if values else None

@@ -64,13 +64,9 @@ def _spec(plan: Plan, rate: float, count: int) -> WorkloadSpec:
     )
 
 
-def plain_body(model: str, item: TracedRequest) -> dict[str, Any]:
-    """The request without a word about who it is for and what it needs: first come, first served."""
-    return completion_body(model, item)
-
-
 def classed_body(model: str, item: TracedRequest) -> dict[str, Any]:
-    """The request with its class, client and targets."""
+    """`completion_body` says not a word about who a request is for and what it needs; this adds class, client and
+    targets."""
     body = {**completion_body(model, item), "user": item.client}
     if item.service_class is ServiceClass.BACKGROUND:
         body["service_tier"] = "flex"

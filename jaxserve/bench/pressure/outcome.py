@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.bench.peers.answer import Answer, Fault
+from jaxserve.bench.peers.figures import percentile
 from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.workload.traced_request import TracedRequest
 
@@ -100,22 +101,17 @@ def _of_class(answers: Sequence[Answer], targets: ServiceTargets, seconds: float
         failed=len(answers) - len(whole) - len(refused),
         good=sum(_is_good(answer, targets) for answer in whole),
         in_time=sum(answer.ended <= seconds for answer in whole),
-        ttft_p50=_percentile(ttft, 50),
-        ttft_p99=_percentile(ttft, 99),
+        ttft_p50=percentile(ttft, 50),
+        ttft_p99=percentile(ttft, 99),
         ttft_most=max(ttft, default=None),
-        itl_p99=_percentile(gaps, 99),
-        refusal_p99=_percentile([answer.ended - answer.sent for answer in refused], 99),
+        itl_p99=percentile(gaps, 99),
+        refusal_p99=percentile([answer.ended - answer.sent for answer in refused], 99),
     )
 
 
 def _is_good(answer: Answer, targets: ServiceTargets) -> bool:
     if not answer.chunks:
         return False
-    if targets.ttft_seconds is not None and answer.chunks[0] - answer.sent > targets.ttft_seconds:
-        return False
-    between = (answer.chunks[-1] - answer.chunks[0]) / max(answer.output_tokens - 1, 1)
-    return targets.itl_seconds is None or between <= targets.itl_seconds
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return float(np.percentile(values, percent)) if values else None
+    gaps = answer.output_tokens - 1
+    mean_itl = (answer.chunks[-1] - answer.chunks[0]) / gaps if gaps > 0 else None
+    return targets.met_by(answer.chunks[0] - answer.sent, mean_itl)
