@@ -89,7 +89,7 @@ def test_a_peer_that_dies_in_the_middle_is_told_with_its_last_words() -> None:
 @pytest.mark.parametrize(
     ("peer", "told"),
     [
-        (odd_peer("never-ready"), "not ready after 6 s (HTTP 503)"),  # its Python has to start meanwhile
+        (odd_peer("never-ready"), "not ready after 8 s (HTTP 503)"),  # its Python has to start meanwhile
         (odd_peer("no-model"), "names no model"),
         (Peer("ends", command=(sys.executable, "-c", "print('no {port} for me'); exit(3)")), "exit code 3"),
         (

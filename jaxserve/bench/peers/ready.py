@@ -46,7 +46,7 @@ def wait_until_ready(server: Running, *, timeout_s: float) -> Identity:
 
 
 async def _wait(server: Running, deadline: float, timeout_s: float) -> Identity:
-    seen = "nothing was tried"
+    seen = ""
     async with aiohttp.ClientSession() as session:
         while True:
             code = server.exit_code()
@@ -58,13 +58,15 @@ async def _wait(server: Running, deadline: float, timeout_s: float) -> Identity:
             if left <= 0:
                 words = server.last_words()
                 raise NotReadyError(
-                    f"not ready after {timeout_s:g} s ({seen})"
+                    f"not ready after {timeout_s:g} s ({seen or 'nothing was tried'})"
                     + (f"; its log ends: {words}" if words else "")
                 )
             try:
                 async with asyncio.timeout(left):
                     return await _ask(session, server.url)
-            except (aiohttp.ClientError, TimeoutError, _NotYet) as error:
+            except TimeoutError:  # our own patience ended: what the server said before tells more
+                seen = seen or "it took the connection and did not answer"
+            except (aiohttp.ClientError, _NotYet) as error:
                 seen = " ".join(str(error).split()) or type(error).__name__
             await asyncio.sleep(_POLL_S)
 
