@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,11 +38,29 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of keys, a line `NAME: KEY` each; names appear in /metrics and share the engine fairly.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
             help="Web origin whose pages may call the server from a browser; may be given several times "
             "[default: *, any].",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(help="Speak TLS, with this certificate (PEM, and its chain).", rich_help_panel=PANEL),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="The certificate's private key (PEM) [default: it is in the certificate's file].",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -68,7 +87,7 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = 500.0,
-    shutdown_grace: Annotated[
+    drain_seconds: Annotated[
         float,
         typer.Option(
             min=0.0,
@@ -110,9 +129,10 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
-    Takes POST /v1/completions and /v1/chat/completions (streamed or not), GET /v1/models, /health, /ready, /metrics
-    and /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running
-    answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for bad input.
+    Takes POST /v1/completions and /v1/chat/completions (streamed or not), /tokenize and /detokenize, GET /v1/models,
+    /health, /ready, /metrics and /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM
+    and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed,
+    2 for bad input.
 
     \b
     Examples:
@@ -125,12 +145,25 @@ def serve(
     from jaxserve.engine_factory import create_engine
     from jaxserve.progress import BarProgress
     from jaxserve.request import ServiceTargets
+    from jaxserve.server.api_keys import DEFAULT_KEY_NAME, make_api_keys, read_key_file
     from jaxserve.server.app import ServerOptions
+    from jaxserve.server.cors import ANY_ORIGIN, check_origin
     from jaxserve.server.run import RunOptions, bind, run_server
+    from jaxserve.server.tls import tls_context
 
     if api_key == "":
         raise typer.BadParameter("--api-key must not be empty")
+    if ssl_keyfile is not None and ssl_certfile is None:
+        raise typer.BadParameter("--ssl-keyfile needs --ssl-certfile")
     show_log()
+    keys = make_api_keys(
+        [
+            *([(DEFAULT_KEY_NAME, api_key)] if api_key is not None else []),
+            *(read_key_file(api_key_file) if api_key_file is not None else []),
+        ]
+    )
+    origins = tuple(check_origin(origin) for origin in allowed_origins or (ANY_ORIGIN,))
+    tls = None if ssl_certfile is None else tls_context(ssl_certfile, ssl_keyfile)
     config = options.engine_config(
         dtype=dtype,
         quantization=quantization,
@@ -174,12 +207,13 @@ def serve(
             sock,
             RunOptions(
                 server=ServerOptions(
-                    api_key=api_key,
-                    allowed_origins=tuple(allowed_origins or ("*",)),
+                    keys=keys,
+                    allowed_origins=origins,
                     max_open_requests=max_waiting + engine.config.max_num_seqs,
                 ),
                 model_names=names,
-                shutdown_grace=shutdown_grace,
+                drain_seconds=drain_seconds,
+                tls=tls,
                 targets=ServiceTargets(
                     ttft_seconds=slo_ttft_ms / 1000 if slo_ttft_ms else None,
                     itl_seconds=slo_itl_ms / 1000 if slo_itl_ms else None,

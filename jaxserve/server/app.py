@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hmac
 import importlib.metadata
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from aiohttp import web
@@ -19,15 +18,19 @@ from aiohttp.typedefs import Middleware
 
 from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
 from jaxserve.server import metrics
+from jaxserve.server.api_keys import ApiKeys, sent_key
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
+from jaxserve.server.cors import ANY_ORIGIN, cors_headers
 from jaxserve.server.errors import ApiError, error_body, model_not_found, shutting_down, to_api_error
 from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.request_id import REQUEST_ID, add_request_id, choose_request_id
 from jaxserve.server.responses import ResponseBuilder
 from jaxserve.server.retry_after import retry_after
 from jaxserve.server.service_level import Caller, read_caller
 from jaxserve.server.stream import send_stream
+from jaxserve.server.tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
 CLIENT_CLOSED_REQUEST = 499  # as nginx calls it; nobody is there to read it
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+KEY_NAME = web.RequestKey("key_name", str)  # of the API key that a request came with
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,13 @@ class ServerOptions:
     """How the server behaves towards its clients.
 
     Attributes:
-      api_key: required as `Authorization: Bearer KEY` on everything but `OPEN_PATHS`; None asks for none.
+      keys: one of them is required on everything but `OPEN_PATHS`, if there are any.
       allowed_origins: origins that browsers may call from; "*" is any.
       max_open_requests: HTTP requests in progress beyond which new ones get 429.
     """
 
-    api_key: str | None = None
-    allowed_origins: tuple[str, ...] = ("*",)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    allowed_origins: tuple[str, ...] = (ANY_ORIGIN,)
     max_open_requests: int = 8192
 
 
@@ -116,19 +120,24 @@ class Server:
         self._open += 1
         self._idle.clear()
         try:
-            caller = read_caller(request.headers)
+            key_name = request.get(KEY_NAME, "")
+            caller = read_caller(request.headers, key_name)
             data = await read_body(request, self.max_body_bytes)
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(self._pool, self._prepare, endpoint, data, caller)
             del data
             with self.engine.open(prepared.prompts) as outputs:
-                await outputs.admitted()
-                if prepared.stream:
-                    return await send_stream(request, prepared, outputs, self.context.tokenizer)
-                builder = ResponseBuilder(prepared, self.context.tokenizer)
-                while news := await outputs.next():
-                    for output in news:
-                        builder.add(output)
+                try:
+                    await outputs.admitted()
+                    if prepared.stream:
+                        return await send_stream(request, prepared, outputs, self.context.tokenizer)
+                    builder = ResponseBuilder(prepared, self.context.tokenizer)
+                    while news := await outputs.next():
+                        for output in news:
+                            builder.add(output)
+                finally:
+                    if key_name:
+                        self.metrics.keys.count(key_name, outputs)
             return await self._json_response(prepared, builder)
         finally:
             self._open -= 1
@@ -158,6 +167,25 @@ class Server:
                 f"{self._open} requests are in progress, at most {self.options.max_open_requests}"
             )
 
+    # Text and tokens.
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """`POST /tokenize`."""
+        return await self._answer(request, tokenize)
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """`POST /detokenize`."""
+        return await self._answer(request, detokenize)
+
+    async def _answer(
+        self, request: web.Request, answer: Callable[[bytes, ServingContext], msgspec.Struct]
+    ) -> web.StreamResponse:
+        """By what needs no engine, in a worker thread."""
+        data = await read_body(request, self.max_body_bytes)
+        make = lambda: msgspec.json.encode(answer(data, self.context))  # noqa: E731
+        body = await asyncio.get_running_loop().run_in_executor(self._pool, make)
+        return web.Response(body=body, content_type="application/json")
+
     # Errors.
 
     def error_response(self, error: ApiError) -> web.Response:
@@ -165,9 +193,12 @@ class Server:
         headers = dict(error.headers)
         if error.retry_after_seconds is not None:
             headers["Retry-After"] = retry_after(error.retry_after_seconds, self._jitter)
-        return web.Response(
+        response = web.Response(
             body=error_body(error), status=error.status, content_type="application/json", headers=headers
         )
+        if self.is_draining:
+            response.force_close()  # the next request on this connection belongs elsewhere
+        return response
 
     # About the server.
 
@@ -222,7 +253,12 @@ class Server:
 def build_app(server: Server) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
     app = web.Application(
-        middlewares=[_json_errors(server.error_response), _preflight, _require_key(server.options.api_key)],
+        middlewares=[
+            _identify,
+            _json_errors(server.error_response),
+            _preflight,
+            _require_key(server.options.keys),
+        ],
         client_max_size=server.max_body_bytes,
     )
     app.router.add_post("/v1/completions", server.completions)
@@ -233,7 +269,10 @@ def build_app(server: Server) -> web.Application:
     app.router.add_get("/ready", server.ready)
     app.router.add_get("/metrics", server.metrics_text)
     app.router.add_get("/version", server.version)
-    app.on_response_prepare.append(_cors_headers(server.options.allowed_origins))
+    app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/detokenize", server.detokenize)
+    app.on_response_prepare.append(cors_headers(server.options.allowed_origins))
+    app.on_response_prepare.append(add_request_id)
     return app
 
 
@@ -275,32 +314,28 @@ def _json_errors(respond: Callable[[ApiError], web.Response]) -> Middleware:
             headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             text = {
                 404: f"there is nothing at {request.path!r}",
-                405: f"{request.path} does not take {request.method}",
+                405: f"{request.path!r} does not take {request.method}",
             }
             return respond(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
         except ConnectionError:
             # The client is gone. aiohttp drops the answer quietly; an error that it sees it would log as a bug of ours.
             return web.Response(status=CLIENT_CLOSED_REQUEST)
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %r failed (request %s)", request.method, request.path, request[REQUEST_ID])
             return respond(to_api_error(error))
 
     return answer
 
 
-def _require_key(api_key: str | None) -> Middleware:
-    """Let nothing through without the key, except what is open.
-
-    The scheme's name is case-insensitive (RFC 9110, 11.1); the key itself is compared whole, in constant time.
-    """
+def _require_key(keys: ApiKeys) -> Middleware:
+    """Let nothing through without a key, except what is open; remember the key's name."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if api_key is None or request.path in OPEN_PATHS:
+        if not keys or request.path in OPEN_PATHS:
             return await handler(request)
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(_key_bytes(given), _key_bytes(api_key))
-        if scheme.lower() != "bearer" or not right:
+        name = keys.name_of(sent_key(request.headers))
+        if name is None:
             raise ApiError(
                 401,
                 "a valid API key is required: Authorization: Bearer KEY",
@@ -308,13 +343,17 @@ def _require_key(api_key: str | None) -> Middleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        request[KEY_NAME] = name
         return await handler(request)
 
     return check
 
 
-def _key_bytes(key: str) -> bytes:
-    return key.encode("utf-8", "surrogateescape")
+@web.middleware
+async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The outermost one: gives the request its id."""
+    request[REQUEST_ID] = choose_request_id(request.headers)
+    return await handler(request)
 
 
 @web.middleware
@@ -323,32 +362,6 @@ async def _preflight(request: web.Request, handler: Handler) -> web.StreamRespon
     if request.method == "OPTIONS":
         return web.Response(status=204)
     return await handler(request)
-
-
-def _cors_headers(
-    allowed_origins: tuple[str, ...],
-) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Adds the CORS headers (Fetch standard) to every response to an allowed origin, errors and streams included."""
-
-    async def add(request: web.Request, response: web.StreamResponse) -> None:
-        origin = request.headers.get("Origin")
-        if origin is None:
-            return
-        if "*" in allowed_origins:
-            response.headers["Access-Control-Allow-Origin"] = "*"
-        elif origin in allowed_origins:
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Vary"] = "Origin"
-        else:
-            return
-        if request.method == "OPTIONS":
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
-            response.headers["Access-Control-Allow-Headers"] = request.headers.get(
-                "Access-Control-Request-Headers", "Authorization, Content-Type"
-            )
-            response.headers["Access-Control-Max-Age"] = "600"
-
-    return add
 
 
 def _version() -> str:

@@ -82,6 +82,9 @@ class OutputStream:
     """The outputs of the prompts of one HTTP request, in order. Belongs to the event loop.
 
     Always `close()` it (or use it as a context manager): whatever has not ended by then is aborted in the engine.
+
+    Attributes:
+      num_output_tokens: that have arrived so far, of all choices.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class OutputStream:
         self._trial = trial
         now = time.monotonic()
         self.requests = tuple(requests)
+        self.num_output_tokens = 0
         self._open_choices = {request.request_id: request.params.n for request in requests}
         self._timings = {
             request.request_id: _Timing(request.arrival_time if request.arrival_time is not None else now)
@@ -171,6 +175,7 @@ class OutputStream:
         if observer is not None:
             self._observe(output, observer)
         self._judge(output.finish_reason is not FinishReason.ERROR)
+        self.num_output_tokens += len(output.token_ids)
         self._pending.append(output)
         if output.finish_reason is not None:
             self._open_choices[output.request_id] -= 1

@@ -11,15 +11,15 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
-from jaxserve.server.errors import model_not_found, unsupported
+from jaxserve.server.chat_prompt import encode_conversation, encode_text
+from jaxserve.server.errors import model_not_found
 from jaxserve.server.protocol import (
     ChatCompletionBody,
-    ChatMessage,
     CommonFields,
     CompletionBody,
     decode_chat,
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 MAX_CHOICES = 1024  # prompts x n of one HTTP request or batch line
 MAX_LOGPROB_ENTRIES = 2_000_000  # of one HTTP request or batch line, about 100 bytes each
 DEFAULT_COMPLETION_TOKENS = 16
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "tokenize"}
-)
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
@@ -142,7 +138,12 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
             param="prompt",
         )
     token_ids = [
-        _encode_text(prompt, context, add_special_tokens=_or(body.add_special_tokens, True))
+        encode_text(
+            prompt,
+            context.tokenizer,
+            context.max_model_len,
+            add_special_tokens=_or(body.add_special_tokens, True),
+        )
         if isinstance(prompt, str)
         else tuple(prompt)
         for prompt in prompts
@@ -205,7 +206,7 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Cal
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
-    token_ids = _encode_messages(body, context)
+    token_ids = encode_conversation(body, context.tokenizer, context.max_model_len)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, service, response_id, [token_ids], params)
     _validate_chat(requests[0], body, context)
@@ -357,101 +358,6 @@ def _split_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     if all(isinstance(item, list) for item in prompt):
         return [item for item in prompt if isinstance(item, list)]
     raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
-
-
-def _encode_text(text: str, context: ServingContext, *, add_special_tokens: bool) -> tuple[int, ...]:
-    _check_chars(len(text), context, param="prompt")
-    return tuple(context.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-
-def _encode_messages(body: ChatCompletionBody, context: ServingContext) -> tuple[int, ...]:
-    if not context.tokenizer.has_chat_template:
-        raise InvalidRequestError(
-            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-        )
-    if not body.messages:
-        raise InvalidRequestError("messages must hold at least one message", param="messages")
-    messages = [_template_message(index, message) for index, message in enumerate(body.messages)]
-    _check_chars(sum(len(message["content"]) for message in messages), context, param="messages")
-    goes_on = bool(body.continue_final_message)
-    add_prompt = _or(body.add_generation_prompt, not goes_on)
-    if goes_on and add_prompt:
-        raise InvalidRequestError(
-            "'continue_final_message' and 'add_generation_prompt' can't both be true",
-            param="continue_final_message",
-        )
-    if goes_on and messages[-1]["role"] != "assistant":
-        raise InvalidRequestError(
-            "'continue_final_message' needs a last message with the role 'assistant'",
-            param="continue_final_message",
-        )
-    kwargs = body.chat_template_kwargs or {}
-    for name in kwargs:
-        if name in _RESERVED_TEMPLATE_NAMES:
-            raise InvalidRequestError(
-                f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs"
-            )
-    return tuple(
-        context.tokenizer.encode_chat(
-            messages, add_generation_prompt=add_prompt, continue_final_message=goes_on, template_kwargs=kwargs
-        )
-    )
-
-
-def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
-    where = f"messages[{index}]"
-    role = ROLES.get(message.role)
-    if role is None:
-        raise InvalidRequestError(
-            f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}",
-            param=f"{where}.role",
-        )
-    for name in ("refusal", "annotations", "audio", "tool_calls", "tool_call_id", "function_call"):
-        if getattr(message, name) not in (None, []):
-            raise unsupported(f"{where}.{name}", f"'{where}.{name}' is not supported by this server")
-    result = {"role": role, "content": _content_text(f"{where}.content", message.content)}
-    if message.name is not None:
-        result["name"] = message.name
-    return result
-
-
-def _content_text(where: str, content: str | list[dict[str, Any]] | None) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None:
-        raise InvalidRequestError(f"{where} must be a text, got null or nothing", param=where)
-    if not content:
-        raise InvalidRequestError(f"{where} must not be an empty list", param=where)
-    texts = []
-    for index, part in enumerate(content):
-        if part.get("type") != "text":
-            raise unsupported(
-                f"{where}[{index}].type", f"{where}[{index}]: only parts of the type 'text' are supported"
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise InvalidRequestError(f"{where}[{index}].text must be a text", param=f"{where}[{index}].text")
-        for name in part:
-            if name not in ("type", "text"):
-                raise InvalidRequestError(
-                    f"unknown field '{where}[{index}].{name}'",
-                    param=f"{where}[{index}].{name}",
-                    code="unknown_field",
-                )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _check_chars(num_chars: int, context: ServingContext, *, param: str) -> None:
-    """Refuse a text that can't possibly fit before time is spent on tokenising it."""
-    limit = context.tokenizer.max_chars_for(context.max_model_len)
-    if num_chars > limit:
-        raise InvalidRequestError(
-            f"{param} has {num_chars} characters, more than {limit}, the most that "
-            f"{context.max_model_len} tokens (the longest prompt and output together) can hold",
-            param=param,
-            code="context_length_exceeded",
-        )
 
 
 def _generation_requests(

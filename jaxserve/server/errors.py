@@ -11,6 +11,8 @@ from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedErro
 from jaxserve.server.circuit_breaker import BreakerOpenError
 
 RETRY_AFTER_SECONDS = 1.0
+# Whoever asks a server that ends should ask another one, or the next in its place, a moment later.
+SHUTDOWN_RETRY_SECONDS = 5.0
 
 
 @dataclass(eq=False)
@@ -77,7 +79,13 @@ def to_api_error(error: BaseException) -> ApiError:
 
 def shutting_down() -> ApiError:
     """An orderly end, for new requests and for those that the grace did not suffice for."""
-    return ApiError(503, "the server is shutting down", type="server_error", code="shutting_down")
+    return ApiError(
+        503,
+        "the server is shutting down",
+        type="server_error",
+        code="shutting_down",
+        retry_after_seconds=SHUTDOWN_RETRY_SECONDS,
+    )
 
 
 def breaker_open(error: BreakerOpenError) -> ApiError:

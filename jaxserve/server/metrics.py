@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.request import FinishReason
 from jaxserve.server.circuit_breaker import CircuitBreaker
+from jaxserve.server.key_metrics import KeyUsage
 from jaxserve.server.pressure_metrics import PressureCollector
 from jaxserve.server.swap_metrics import swap_metrics
 from jaxserve.stats import EngineStats
@@ -27,12 +28,18 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """The registry of one app, and the observer of its requests (`async_engine.Observer`)."""
+    """The registry of one app, and the observer of its requests (`async_engine.Observer`).
+
+    Attributes:
+      keys: usage by API key.
+    """
 
     def __init__(self, stats: EngineStats, breaker: CircuitBreaker, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats, model_name))
         self._registry.register(PressureCollector(stats, breaker, model_name))
+        self.keys = KeyUsage(model_name)
+        self._registry.register(self.keys)
         self._model = model_name
         self._finished = dict.fromkeys((reason.value for reason in FinishReason), 0)
         self._registry.register(_FinishedCollector(self._finished, model_name))

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from jaxserve.request import ServiceTargets
 from jaxserve.server.app import Server, ServerOptions, build_app
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
+from jaxserve.server.connection import MAX_HEADER_BYTES, MAX_HEADERS, JsonAppRunner
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.service_level import ServiceRules
@@ -39,16 +41,18 @@ EXIT_ENGINE_DEAD = 1
 class RunOptions:
     """Attributes:
     model_names: the names that requests may use; empty for the engine's own.
-    shutdown_grace: seconds that running requests get to end after SIGTERM or SIGINT.
+    drain_seconds: seconds that running requests get to end after SIGTERM or SIGINT.
     targets: of interactive requests that name none.
     breaker: when the server stops giving work to an engine that fails.
+    tls: speak TLS, if given.
     """
 
     server: ServerOptions = field(default_factory=ServerOptions)
     model_names: tuple[str, ...] = ()
-    shutdown_grace: float = 30.0
+    drain_seconds: float = 30.0
     targets: ServiceTargets = field(default_factory=ServiceTargets)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    tls: ssl.SSLContext | None = None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -84,7 +88,7 @@ def run_server(
 ) -> int:
     """Serve `engine` on `sock` until a signal or the engine's death, and return the process's exit code.
 
-    SIGTERM or SIGINT: nothing new is taken (503), running requests get `shutdown_grace` seconds, then an error event;
+    SIGTERM or SIGINT: nothing new is taken (503), running requests get `drain_seconds` seconds, then an error event;
     the code is 0. A second signal ends the process at once. Engine dead: `/health` is 503 at once, open requests
     end with an error, and `DEATH_GRACE_SECONDS` later the code is 1.
 
@@ -114,24 +118,27 @@ async def _serve(
         service=ServiceRules(interactive=options.targets, client_secret=secrets.token_bytes(32)),
     )
     server = Server(engine, context, metrics, options.server)
-    runner = web.AppRunner(
+    runner = JsonAppRunner(
         build_app(server),
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=1.0,
         logger=_http_logger(),
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
     )
     stop = _stop_on_signals()
     await runner.setup()
     host, port = sock.getsockname()[:2]
     try:
-        await web.SockSite(runner, sock, backlog=1024).start()
+        await web.SockSite(runner, sock, backlog=1024, ssl_context=options.tls).start()
     except OSError as error:
         await runner.cleanup()
         raise _cannot_listen(host, port, error) from None
     engine.start()
-    announce(f"listening on {url(host, port)}")
-    code = await _until_the_end(server, stop, dead, options.shutdown_grace)
+    announce(f"listening on {url(host, port, tls=options.tls is not None)}")
+    code = await _until_the_end(server, stop, dead, options.drain_seconds)
     await runner.cleanup()
     await engine.stop()
     server.close()
@@ -175,9 +182,10 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def url(host: str, port: int) -> str:
+def url(host: str, port: int, *, tls: bool = False) -> str:
     """`http://host:port`, with brackets around an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> ConfigError:

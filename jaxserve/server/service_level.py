@@ -1,7 +1,7 @@
 """How a request is served: its class, its place, whose share it takes, and the latencies it asks for.
 
 Body fields `service_tier`, `priority`, `user`, `slo_ttft_ms` and `slo_itl_ms`; headers `X-SLO-TTFT-MS` and
-`X-SLO-ITL-MS`; and the API key, of which nothing but a digest goes any further.
+`X-SLO-ITL-MS`; and the API key: nothing but a digest, of its name where it has one, goes any further.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import ServiceClass, ServiceTargets
+from jaxserve.server.api_keys import sent_key
 
 if TYPE_CHECKING:
     from jaxserve.server.protocol import CommonFields
@@ -37,11 +38,18 @@ class Caller:
 
     Attributes:
       api_key: as sent; "" where none was.
+      key_name: the name that this server knows it by; "" where it has no keys.
       targets: those of the headers.
     """
 
     api_key: str = field(default="", repr=False)
+    key_name: str = ""
     targets: ServiceTargets = field(default_factory=ServiceTargets)
+
+    @property
+    def identity(self) -> str:
+        """Whose share of the engine it takes, before users are told apart."""
+        return self.key_name or self.api_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +79,11 @@ class ServiceLevel:
     targets: ServiceTargets
 
 
-def read_caller(headers: Mapping[str, str]) -> Caller:
+def read_caller(headers: Mapping[str, str], key_name: str = "") -> Caller:
     """Read an HTTP request's headers. Raises: InvalidRequestError: a target is none; `param` is the header's name."""
-    scheme, _, key = headers.get("Authorization", "").partition(" ")
     return Caller(
-        api_key=key if scheme.lower() == "bearer" else "",
+        api_key=sent_key(headers),
+        key_name=key_name,
         targets=ServiceTargets(_header_seconds(headers, TTFT_HEADER), _header_seconds(headers, ITL_HEADER)),
     )
 
@@ -102,7 +110,7 @@ def service_level(body: CommonFields, caller: Caller, rules: ServiceRules) -> Se
         tier=None if body.service_tier is None else tier,
         service_class=service_class,
         priority=_priority(body.priority) - (_PRIORITY_TIER_LEAD if tier == "priority" else 0),
-        client=client_name(caller.api_key, body.user or "", rules.client_secret),
+        client=client_name(caller.identity, body.user or "", rules.client_secret),
         targets=ServiceTargets(
             ttft_seconds=_first(
                 _body_seconds("slo_ttft_ms", body.slo_ttft_ms), caller.targets.ttft_seconds, own.ttft_seconds
@@ -114,15 +122,15 @@ def service_level(body: CommonFields, caller: Caller, rules: ServiceRules) -> Se
     )
 
 
-def client_name(api_key: str, user: str, secret: bytes) -> str:
-    """Who shares fairly with others: a digest of key and user, "" without either.
+def client_name(identity: str, user: str, secret: bytes) -> str:
+    """Who shares fairly with others: a digest of the key (or its name) and the user, "" without either.
 
     Args:
       secret: at most 64 bytes. Without it nobody can try keys against the digest.
     """
-    if not api_key and not user:
+    if not identity and not user:
         return ""
-    data = b"\0".join(text.encode("utf-8", "surrogatepass") for text in (api_key, user))
+    data = b"\0".join(text.encode("utf-8", "surrogatepass") for text in (identity, user))
     return hashlib.blake2b(data, digest_size=12, key=secret).hexdigest()
 
 

@@ -33,7 +33,12 @@ def test_a_port_in_use_is_one_line_before_the_model_is_looked_at(
         (("--api-key", ""), "--api-key"),
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--dtype", "int4"), "--dtype"),
-        (("--shutdown-grace", "-1"), "--shutdown-grace"),
+        (("--api-key-file", "/nowhere/keys"), "/nowhere/keys"),
+        (("--allowed-origins", "https://example.org/path"), "example.org"),
+        (("--allowed-origins", "example.org"), "example.org"),
+        (("--ssl-keyfile", "/nowhere/key"), "--ssl-certfile"),
+        (("--ssl-certfile", "/nowhere/certificate"), "/nowhere/certificate"),
+        (("--drain-seconds", "-1"), "--drain-seconds"),
         (("--port", "0"), "missing"),
     ],
 )

@@ -13,6 +13,7 @@ from aiohttp import web
 from jaxserve.server.app import Server, ServerOptions, build_app
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
+from jaxserve.server.connection import JsonAppRunner
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.metrics import ServerMetrics
 
@@ -69,7 +70,7 @@ class RunningServer:
             validator=self._core,
         )
         self.server = Server(self.engine, context, metrics, self._options)
-        runner = web.AppRunner(build_app(self.server), handler_cancellation=True, shutdown_timeout=0.5)
+        runner = JsonAppRunner(build_app(self.server), handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.server.api_keys import make_api_keys
 from jaxserve.server.app import ServerOptions
 from jaxserve.tokenizer import Tokenizer
 from tests.server import http
@@ -162,7 +163,9 @@ def test_requests_in_progress_are_limited(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def locked_url(tokenizer: Tokenizer) -> Iterator[str]:
-    with RunningServer(CopyEngine(tokenizer), ServerOptions(api_key="sécret key")) as server:
+    with RunningServer(
+        CopyEngine(tokenizer), ServerOptions(keys=make_api_keys([("someone", "sécret key")]))
+    ) as server:
         yield server.base_url
 
 
@@ -278,3 +281,71 @@ def test_an_error_that_nobody_foresaw_shows_no_details(
     assert reply.status == 500
     assert "detail" not in reply.error["message"]
     assert "internal detail" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["abc-123_X.:+=@", "a" * 128])
+def test_a_request_id_comes_back(base_url: str, given: str) -> None:
+    for method, path, body in (("POST", COMPLETIONS, BODY), ("GET", "/nothing", None), ("POST", CHAT, {})):
+        reply = http.request(base_url, method, path, body, headers={"X-Request-Id": given})
+        assert reply.headers["x-request-id"] == given
+    reply = http.post(base_url, COMPLETIONS, {**BODY, "stream": True}, headers={"X-Request-Id": given})
+    assert reply.headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "a b", "a" * 129, "ü", "../../etc/passwd", "%0aERROR", '"', "\x1b[31m"]
+)
+def test_a_request_id_that_could_do_harm_is_replaced(base_url: str, given: str | None) -> None:
+    headers = {} if given is None else {"X-Request-Id": given.encode().decode("latin-1")}
+    ids = {
+        http.request(base_url, "GET", "/health", headers=headers).headers.get("x-request-id") for _ in "ab"
+    }
+    assert given not in ids
+    if ids != {None}:  # an escape in a header is refused before there is a request
+        assert len(ids) == 2
+
+
+def raw(base_url: str, data: bytes) -> tuple[int, bytes, bytes]:
+    """What a connection answers to bytes: status, headers, body."""
+    host, port = base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        while piece := sock.recv(65536):
+            answer += piece
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head, body
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", "invalid_http"),
+        (b"hello\r\n\r\n", "invalid_http"),
+        (b"GET / HTTP/9.9\r\n\r\n", "invalid_http"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n", "invalid_http"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", "invalid_http"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nX-A: \x00\r\n\r\n", "invalid_http"),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n", "headers_too_large"),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", "headers_too_large"),
+        (
+            b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % i for i in range(200)) + b"\r\n",
+            "headers_too_large",
+        ),
+    ],
+)
+def test_what_is_no_http_gets_an_error_of_the_same_shape(base_url: str, data: bytes, code: str) -> None:
+    status, head, body = raw(base_url, data)
+    assert status == 400
+    assert b"application/json" in head
+    reply = http.Reply(status, {}, body)
+    assert reply.error["code"] == code
+    assert http.request(base_url, "GET", "/health").status == 200
+
+
+def test_a_cache_is_told_that_answers_depend_on_the_origin(tokenizer: Tokenizer) -> None:
+    with RunningServer(
+        CopyEngine(tokenizer), ServerOptions(allowed_origins=("https://a.example",))
+    ) as server:
+        assert http.request(server.base_url, "GET", "/health").headers["vary"] == "Origin"

@@ -106,6 +106,8 @@ def test_openai_client_whole(client: openai.OpenAI) -> None:
         model="tiny", prompt=["one", "two"], max_tokens=3, temperature=0, echo=True
     )
     assert [choice.text[:3] for choice in text.choices] == ["one", "two"]
+    named = client.with_options(default_headers={"X-Request-Id": "mine-1"})
+    assert named.completions.create(model="tiny", prompt="one", max_tokens=1)._request_id == "mine-1"
 
 
 def test_openai_client_streamed(client: openai.OpenAI) -> None:

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.run import bind, url
+from jaxserve.server.tls import tls_context
 from tests.server import http
 
 COMPLETIONS = "/v1/completions"
@@ -26,6 +31,7 @@ from pathlib import Path
 import tokenizers
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.server.run import RunOptions, bind, run_server
+from jaxserve.server.tls import tls_context
 from tests.server.copy_engine import CopyEngine
 
 backend = tokenizers.Tokenizer.from_file(str(next(Path(sys.argv[1]).rglob("tokenizer.json"))))
@@ -34,7 +40,8 @@ def die_on_request():
     sys.stdin.readline()
     engine.fail_with = RuntimeError("device lost")
 threading.Thread(target=die_on_request, daemon=True).start()
-options = RunOptions(shutdown_grace=float(sys.argv[2]))
+tls = tls_context(*map(Path, sys.argv[3:])) if sys.argv[3:] else None
+options = RunOptions(drain_seconds=float(sys.argv[2]), tls=tls)
 sys.exit(run_server(engine, bind("127.0.0.1", 0), options, announce=lambda line: print(line, flush=True)))
 """
 
@@ -42,9 +49,9 @@ sys.exit(run_server(engine, bind("127.0.0.1", 0), options, announce=lambda line:
 class Process:
     """The program above, listening."""
 
-    def __init__(self, checkpoint: Path, grace: float) -> None:
+    def __init__(self, checkpoint: Path, grace: float, tls: tuple[Path, ...]) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(checkpoint), str(grace)],
+            [sys.executable, "-c", PROGRAM, str(checkpoint), str(grace), *map(str, tls)],
             cwd=Path(__file__).parents[2],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -53,7 +60,7 @@ class Process:
         )
         assert self.popen.stdout is not None
         self.base_url = self.popen.stdout.readline().removeprefix("listening on ").strip()
-        assert self.base_url.startswith("http://")
+        assert self.base_url.startswith("https://" if tls else "http://")
 
     def kill_engine(self) -> None:
         assert self.popen.stdin is not None
@@ -75,8 +82,8 @@ class ProcessFactory:
         self._checkpoint = checkpoint
         self.started: list[Process] = []
 
-    def start(self, grace: float = 30.0) -> Process:
-        self.started.append(Process(self._checkpoint, grace))
+    def start(self, grace: float = 30.0, tls: tuple[Path, ...] = ()) -> Process:
+        self.started.append(Process(self._checkpoint, grace, tls))
         return self.started[-1]
 
 
@@ -111,6 +118,88 @@ def test_the_grace_is_kept(processes: ProcessFactory) -> None:
         process.popen.send_signal(signal.SIGTERM)
         assert b"shutting down" in running.result(60).body.split(b"\n\n")[-2]
     assert process.popen.wait(20) == 0
+
+
+def test_nothing_new_is_taken_while_streams_end(processes: ProcessFactory) -> None:
+    process = processes.start()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(http.stream, process.base_url, COMPLETIONS, LONG)
+        wait_until_running(process)
+        process.popen.send_signal(signal.SIGTERM)
+        while http.request(process.base_url, "GET", "/ready").status == 200:
+            time.sleep(0.01)
+        for method, path in (("GET", "/ready"), ("POST", COMPLETIONS), ("POST", "/v1/chat/completions")):
+            reply = http.request(process.base_url, method, path, LONG if method == "POST" else None)
+            assert (reply.status, reply.error["code"]) == (503, "shutting_down")
+            assert int(reply.headers["retry-after"]) >= 5
+            assert reply.headers["connection"] == "close"
+        assert not running.done(), "it was asked while the stream ran"
+        assert running.result(60)[-1]["choices"][0]["finish_reason"] == "length"
+    assert process.popen.wait(20) == 0
+
+
+def test_a_whole_answer_that_is_cut_short_says_when_to_come_back(processes: ProcessFactory) -> None:
+    process = processes.start(grace=0.2)
+    with ThreadPoolExecutor(1) as pool:
+        body = {**LONG, "max_tokens": 2000}
+        stream = pool.submit(http.post, process.base_url, COMPLETIONS, {**body, "stream": True})
+        wait_until_running(process)
+        with ThreadPoolExecutor(1) as other:
+            whole = other.submit(http.post, process.base_url, COMPLETIONS, body)
+            time.sleep(0.3)  # nothing tells from outside that it runs
+            process.popen.send_signal(signal.SIGTERM)
+            reply = whole.result(60)
+        assert (reply.status, reply.error["code"]) == (503, "shutting_down")
+        assert int(reply.headers["retry-after"]) >= 5
+        assert b"[DONE]" not in stream.result(60).body
+    assert process.popen.wait(20) == 0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(certificate, key), signed by itself."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    names = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    subprocess.run([*command, "-days", "2", *names, *files], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_tls(processes: ProcessFactory, certificate: tuple[Path, Path]) -> None:
+    process = processes.start(tls=certificate)
+    trusting = ssl.create_default_context(cafile=certificate[0])
+    with urllib.request.urlopen(f"{process.base_url}/health", context=trusting, timeout=20) as reply:
+        assert json.load(reply)["status"] == "ok"
+    client = openai.OpenAI(
+        base_url=f"{process.base_url}/v1",
+        api_key="none",
+        http_client=openai.DefaultHttpxClient(verify=trusting),
+        max_retries=0,
+    )
+    pieces = client.completions.create(model="copy", prompt="a b c", max_tokens=5, stream=True)
+    assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+    address = urlsplit(process.base_url)
+    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b"200" not in sock.recv(4096), "no plain HTTP there"
+    old = ssl.create_default_context(cafile=certificate[0])
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with urllib.request.urlopen(f"{process.base_url}/health", context=old, timeout=20) as reply:
+        assert reply.status == 200
+    process.popen.send_signal(signal.SIGTERM)
+    _, errors = process.popen.communicate(timeout=20)
+    assert "Traceback" not in errors, errors
+
+
+def test_certificates_that_cannot_serve_are_one_line(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.write_text("")
+    for pair in ((certificate[0], None), (certificate[0], empty), (empty, None), (tmp_path / "none", None)):
+        with pytest.raises(ConfigError) as caught:
+            tls_context(*pair)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_second_signal_ends_it_at_once(processes: ProcessFactory) -> None:
@@ -178,3 +267,4 @@ def test_an_address_that_is_taken_or_wrong_is_one_line() -> None:
 def test_addresses_are_written_as_urls() -> None:
     assert url("127.0.0.1", 80) == "http://127.0.0.1:80"
     assert url("::1", 80) == "http://[::1]:80"
+    assert url("::1", 80, tls=True) == "https://[::1]:80"
