@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from jaxserve.errors import ConfigError
+from jaxserve.request import MAX_SPECULATIVE_TOKENS
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 SchedulerKind = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["int8"]
 _HOST_MEMORY = 4 * 2**30  # where there is an accelerator
+SPECULATORS = ("ngram",)
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
@@ -124,6 +126,9 @@ class EngineConfig:
         chunked, cached or preempted. Costs speed; only on a CPU so far.
       overlap: launch a step before the tokens of the one before have been read, so that the device need not wait for
         the host; None does so on accelerators. Not with the static scheduler.
+      speculative: who proposes draft tokens for steps to verify; None: nobody. "ngram" looks for the last few tokens
+        earlier in prompt and output, and proposes what came behind them there. Not with the static scheduler.
+      num_speculative_tokens: most drafts of a request in a step.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
       program_cache_bytes: most bytes there, checked at every start: programs of other settings are removed, the least
@@ -155,6 +160,8 @@ class EngineConfig:
     attention_backend: str = "auto"
     deterministic: bool = False
     overlap: bool | None = None
+    speculative: str | None = None
+    num_speculative_tokens: int = 8
     compilation_cache_dir: str | None = None
     program_cache_bytes: int = 2 * 2**30
     bucket_plan: str | None = None
@@ -185,6 +192,13 @@ class ResolvedConfig:
     background_max_wait: float = 30.0
     policy: str | None = None
     host_memory: int = 0
+    speculative: str | None = None
+    num_speculative_tokens: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of logits in a step: one a sequence, and one a draft."""
+        return max(self.max_num_seqs, 1 + self.num_speculative_tokens)
 
     @property
     def max_blocks_per_seq(self) -> int:
@@ -257,7 +271,25 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         background_max_wait=options.background_max_wait,
         policy=options.policy,
         host_memory=_resolve_host_memory(options, on_cpu),
+        speculative=options.speculative,
+        num_speculative_tokens=_resolve_speculation(options, max_tokens),
     )
+
+
+def _resolve_speculation(options: EngineConfig, max_tokens: int) -> int:
+    """Most drafts of a request in a step."""
+    if options.speculative is None:
+        return 0
+    if options.speculative not in SPECULATORS:
+        raise ConfigError(f"speculative must be one of {', '.join(SPECULATORS)}; got {options.speculative!r}")
+    if options.scheduler == "static":
+        raise ConfigError("the static scheduler, a baseline, verifies no drafts")
+    most = min(MAX_SPECULATIVE_TOKENS, max_tokens - 1)
+    if not 1 <= options.num_speculative_tokens <= most:
+        raise ConfigError(
+            f"num_speculative_tokens must be between 1 and {most}, got {options.num_speculative_tokens}"
+        )
+    return options.num_speculative_tokens
 
 
 def _resolve_host_memory(options: EngineConfig, on_cpu: bool) -> int:

@@ -28,6 +28,7 @@ from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, work_of
+from jaxserve.speculative.proposer import Proposer
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.tokenizer import Tokenizer
 
@@ -96,6 +97,7 @@ class EngineCore:
         recorder: StepRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         builder: BatchBuilder | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -116,6 +118,7 @@ class EngineCore:
         self._builder = builder or BatchBuilder(
             buckets, block_size=config.block_size, padding_row=runner.padding_row
         )
+        self._proposer = proposer
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
         self._lost = LostSteps(MAX_LOST_STEPS)
@@ -299,6 +302,8 @@ class EngineCore:
     def _launch(self, now: float) -> _Launched | None:
         """Plan a step and hand it to the device; None when nothing can be planned."""
         self._look_at_device()
+        if self._proposer is not None and (wanted := self._scheduler.plan_drafts()):
+            self._scheduler.take_drafts(wanted, self._proposer.propose(wanted))
         plan = self._scheduler.schedule(now)
         if not plan.scheduled:
             return None
@@ -360,15 +365,15 @@ class EngineCore:
 
     def _count(self, done: _Launched) -> None:
         batch = done.batch
-        self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, len(batch.rows))
+        self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, batch.num_rows)
         if self._recorder is not None:
-            self._recorder.add(batch.num_tokens + done.plan.num_padding_tokens, len(batch.rows))
+            self._recorder.add(batch.num_tokens + done.plan.num_padding_tokens, batch.num_rows)
 
     def _finish_step(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
         outputs, stopped = self._output_processor.process([*ended, *updates])
-        for request_id, stop_string in stopped:
-            self._scheduler.finish(request_id, FinishReason.STOP, stop_string)
+        for request_id, stop_string, num_tokens in stopped:
+            self._scheduler.finish(request_id, FinishReason.STOP, stop_string, num_output_tokens=num_tokens)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)
@@ -382,6 +387,8 @@ class EngineCore:
         members, sequence_id = self._groups[group_id], _sequence_id(group_id, index)
         members.remove(sequence_id)
         self._lost.ended(sequence_id)
+        if self._proposer is not None:
+            self._proposer.forget(sequence_id)
         if not members:
             del self._groups[group_id]
 

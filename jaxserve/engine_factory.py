@@ -20,6 +20,7 @@ from jaxserve.engine import EngineCore
 from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.recording.recorded_engine import RecordedEngine, recording_options
+from jaxserve.speculative.factory import create_proposer
 from pallas_kernels.paged_attention import facts_of
 
 logger = logging.getLogger("jaxserve.memory")
@@ -89,6 +90,7 @@ def create_engine(
         num_blocks=plan.num_blocks,
         host=plan.host,
         recorder=recorder,
+        proposer=create_proposer(config),
     )
     account = runner.account(temporaries=plan.account.temporaries)
     logger.info("memory, as accounted before serving:\n%s", account.table())

@@ -30,15 +30,17 @@ class OutputProcessor:
         """Forget a request; further updates of it are ignored. Unknown ids are, too."""
         self._active.pop(request_id, None)
 
-    def process(self, updates: Sequence[RequestUpdate]) -> tuple[list[RequestOutput], list[tuple[str, str]]]:
+    def process(
+        self, updates: Sequence[RequestUpdate]
+    ) -> tuple[list[RequestOutput], list[tuple[str, str, int]]]:
         """Take one step's updates, in order.
 
         Returns:
-          The outputs for the front doors, and (request id, stop string) of every request that a stop string ended
-          here and that the scheduler still takes for running. Requests that ended are forgotten.
+          The outputs for the front doors, and (request id, stop string, output tokens up to it) of every request that
+          a stop string ended here and that the scheduler still takes for running. Requests that ended are forgotten.
         """
         outputs: list[RequestOutput] = []
-        stopped: list[tuple[str, str]] = []
+        stopped: list[tuple[str, str, int]] = []
         for update in updates:
             request_id = update.request.request_id
             state = self._active.get(request_id)
@@ -50,7 +52,7 @@ class OutputProcessor:
             if state.ended:
                 del self._active[request_id]
                 if state.matched is not None and not update.request.is_finished:
-                    stopped.append((request_id, state.matched))
+                    stopped.append((request_id, state.matched, state.num_output_tokens))
         return outputs, stopped
 
 
@@ -66,7 +68,7 @@ class _OutputState:
         self._has_stop_strings = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._stream = stream
-        self._num_output_tokens = 0
+        self.num_output_tokens = 0
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -97,7 +99,7 @@ class _OutputState:
     def _take_tokens(self, update: RequestUpdate) -> None:
         hidden = self._index_of_hidden_token(update)
         for index, token_id in enumerate(update.new_token_ids):
-            self._num_output_tokens += 1
+            self.num_output_tokens += 1
             self._token_ids.append(token_id)
             if self._logprobs is not None and update.logprobs is not None:
                 self._logprobs.append(update.logprobs[index])
@@ -120,7 +122,7 @@ class _OutputState:
 
     @property
     def _may_stop(self) -> bool:
-        return self._num_output_tokens > self._min_tokens
+        return self.num_output_tokens > self._min_tokens
 
     def _emit(self, request: Request, error: str | None) -> RequestOutput:
         finish_reason, stop_reason = request.finish_reason, request.stop_reason
@@ -140,7 +142,7 @@ class _OutputState:
             stop_reason=stop_reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens or 0,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self.num_output_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
         )

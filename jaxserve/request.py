@@ -19,6 +19,7 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
+MAX_SPECULATIVE_TOKENS = 64
 
 
 class RequestStatus(enum.Enum):
@@ -87,6 +88,8 @@ class SamplingParams:
         (0 reports the token's own alone). Logprobs are those of the model, before any of the settings above.
       prompt_logprobs: the same for the prompt's tokens.
       skip_special_tokens: leave special tokens out of the text.
+      speculative_tokens: most draft tokens a step, where the engine speculates: None is as many as pay, a number is
+        always that many, if there are so many; 0 is none. Tokens are the same in any case.
     """
 
     n: int = 1
@@ -108,6 +111,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -151,6 +155,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.speculative_tokens is not None:
+            _require_int("speculative_tokens", self.speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
         self._check_stops()
         self._check_logit_bias()
 
@@ -259,6 +265,9 @@ class Request:
       num_computed_tokens: leading tokens whose KV entries are in the cache, by the results accepted so far.
       num_planned_tokens: leading tokens whose KV entries are there once every planned step has run.
       num_pending_tokens: tokens that planned steps sample, and that nobody has read yet.
+      awaits_result: nothing more of it is planned until the result of the step under way is known, because it
+        speculates.
+      num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and those of them in its output.
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
       slot: row of the device's per-request sampling state while RUNNING, else None.
     """
@@ -283,6 +292,9 @@ class Request:
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
     num_pending_tokens: int = 0
+    awaits_result: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -307,8 +319,10 @@ class Request:
         """What is left for steps to come, as far as is known.
 
         1 for a request that decodes; more while a prompt (or a recomputed output) is being caught up; 0 when the step
-        under way samples its last token.
+        under way samples its last token, or when it awaits that step's result.
         """
+        if self.awaits_result:
+            return 0
         pending, num_output = self.num_pending_tokens, len(self.output_token_ids)
         if pending and num_output + pending >= self.max_tokens:
             return 0

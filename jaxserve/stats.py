@@ -59,6 +59,29 @@ class SwapStats:
 
 
 @dataclass(slots=True)
+class SpeculationStats:
+    """Counters of speculative decoding.
+
+    Attributes:
+      drafts: rows of drafts verified, one a request and step; draft_tokens: tokens in them.
+      accepted_tokens: of these in outputs; accepted_by_position: by place in their draft, from 0.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one request's drafts in a step."""
+        self.drafts += 1
+        self.draft_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+        for place in range(num_accepted):
+            self.accepted_by_position[place] += 1
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
 
@@ -88,6 +111,7 @@ class EngineStats:
       ttft_correction: what predictions for interactive requests are multiplied by, learned from actual ones (gauge).
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found, on the device or in host memory.
       swap: what host memory does for the cache.
+      speculation: what came of drafts.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
       shapes: whose programs are ready; refreshed between steps as well.
@@ -131,6 +155,7 @@ class EngineStats:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     swap: SwapStats = field(default_factory=SwapStats)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     compilations: int = 0
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)

@@ -33,6 +33,7 @@ from jaxserve.progress import NullProgress
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.speculative.proposer import Proposer
 from jaxserve.tokenizer import Tokenizer
 
 NEAR_TIE = 1e-4  # between the two best logits: rounding alone may swap them
@@ -130,11 +131,13 @@ class ServedModel:
         num_host_blocks: int = 0,
         runner: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        proposer: Proposer | None = None,
         **changes: Any,
     ) -> EngineCore:
         """A new engine; `changes` are fields of the configuration that only the host knows, none beyond the model's."""
         config = dataclasses.replace(self.config, **changes)
         num_blocks = num_blocks or self.num_blocks
+        assert config.max_rows <= self.config.max_rows
         assert config.max_num_seqs <= self.config.max_num_seqs
         assert config.max_num_batched_tokens <= self.config.max_num_batched_tokens
         assert config.max_model_len <= self.config.max_model_len
@@ -152,6 +155,7 @@ class ServedModel:
             num_blocks=num_blocks,
             host=HostSpace(num_host_blocks, self.host.block_bytes),
             clock=clock,
+            proposer=proposer,
         )
 
     def solo(self, request: GenerationRequest) -> dict[int, Outcome]:

@@ -8,7 +8,7 @@ salt, a lost copy or a skipped token changes or fails the very next step. Its ho
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.config import ResolvedConfig
 from jaxserve.outputs import BlockTransfers, ModelRunnerOutput, TokenLogprobs
 from jaxserve.request import Request, SamplingParams, ServiceClass, ServiceTargets
-from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
 
 POISON = -1
 
@@ -115,6 +115,31 @@ def solo_tokens(request: Request, vocab: int) -> list[int]:
     return output
 
 
+class OracleProposer:
+    """Proposes what the fake model will say, with every `wrong`-th token another one."""
+
+    def __init__(self, vocab: int, wrong: int = 4) -> None:
+        self._vocab = vocab
+        self._wrong = wrong
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        drafts = []
+        for item in wanted:
+            request = item.request
+            whole = replace(request, stop_token_ids=frozenset(), max_tokens=request.num_output_tokens + 64)
+            truth = solo_tokens(whole, self._vocab)[request.num_output_tokens :][: item.num_tokens]
+            at = request.num_output_tokens
+            drafts.append(
+                tuple(
+                    (t + 1) % self._vocab if (at + i) % self._wrong == self._wrong - 1 else t
+                    for i, t in enumerate(truth)
+                )
+            )
+        return drafts
+
+    def forget(self, request_id: str) -> None: ...
+
+
 class FakeRunner:
     """Runs plans on numpy arrays and asserts that each plan is sound.
 
@@ -191,7 +216,7 @@ class FakeRunner:
         slots = [item.request.slot for item in plan.scheduled]
         assert None not in slots, f"slots {slots}"
         assert len(set(slots)) == len(slots), f"slots {slots}"
-        sizes = [item.num_scheduled_tokens > 1 for item in plan.scheduled]
+        sizes = [not item.is_single for item in plan.scheduled]
         assert sizes == sorted(sizes), "one-token rows must come first"
         tables: dict[int, str] = {}
         written: dict[int, str] = {}
@@ -199,7 +224,11 @@ class FakeRunner:
             assert item.num_scheduled_tokens >= 1
             stop = item.num_computed_tokens + item.num_scheduled_tokens
             assert item.slot == item.request.slot
-            assert stop <= item.request.num_tokens + item.request.num_pending_tokens
+            known = item.request.num_tokens + item.request.num_pending_tokens
+            assert stop - len(item.draft_token_ids) <= known
+            if item.draft_token_ids:
+                assert item.samples, f"{item.request_id} has drafts behind a token that is not its last"
+                assert not item.continues, f"{item.request_id} has drafts behind a token that nobody knows"
             table = self.table(item)
             assert 0 not in table, "the sink block is in a table"
             assert len(table) >= -(-stop // self.block_size)
@@ -225,8 +254,8 @@ class FakeRunner:
                 assert self._slot_owner.get(slot) == expected, (
                     f"slot {slot} holds {self._slot_owner.get(slot)}, expected {expected}"
                 )
-            stop = item.num_computed_tokens + item.num_scheduled_tokens
-            self._slot_owner[slot] = (item.request_id, stop)
+            stop = item.num_computed_tokens + item.num_scheduled_tokens - len(item.draft_token_ids)
+            self._slot_owner[slot] = (item.request_id, stop)  # and what of the drafts is accepted
 
     def _swap_blocks(self, plan: SchedulerOutput) -> None:
         for pairs in (plan.swap_out, plan.swap_in):
@@ -275,6 +304,7 @@ class FakeRunner:
             tokens = [self._last_tokens[item.slot]]
         else:
             tokens = item.request.token_ids(start, start + item.num_scheduled_tokens)
+            tokens += item.draft_token_ids
             assert len(tokens) == item.num_scheduled_tokens
         for position, token in enumerate(tokens, start):
             place = self._place(item, position)
@@ -284,7 +314,7 @@ class FakeRunner:
 
     def _read_back(self, item: ScheduledRequest, result: ModelRunnerOutput) -> None:
         request = item.request
-        stop = item.num_computed_tokens + item.num_scheduled_tokens
+        stop = item.num_computed_tokens + item.num_scheduled_tokens - len(item.draft_token_ids)
         if request.params.prompt_logprobs is not None:
             scored = range(item.num_computed_tokens + 1, min(stop + 1, request.num_prompt_tokens))
             result.prompt_logprobs[item.request_id] = [
@@ -308,8 +338,16 @@ class FakeRunner:
             state = fingerprint(state, token)
         seen = int(self._states[self._place(item, stop - 1)])
         assert seen == state, f"{request.request_id} has read another prefix or salt"
-        token = next_token(state, request.seed, self.vocab)
-        self._last_tokens[item.slot] = token
-        result.sampled_token_ids[item.request_id] = [token]
+        sampled = [next_token(state, request.seed, self.vocab)]
+        for position, draft in enumerate(item.draft_token_ids, stop):
+            if draft != sampled[-1]:
+                break
+            assert self._tokens[self._place(item, position)] == draft
+            state = fingerprint(state, draft)
+            assert int(self._states[self._place(item, position)]) == state
+            sampled.append(next_token(state, request.seed, self.vocab))
+        self._slot_owner[item.slot] = (item.request_id, stop + len(sampled) - 1)
+        self._last_tokens[item.slot] = sampled[-1]
+        result.sampled_token_ids[item.request_id] = sampled
         if request.params.logprobs is not None:
-            result.logprobs[item.request_id] = [TokenLogprobs(0, -0.5, 1)]
+            result.logprobs[item.request_id] = [TokenLogprobs(0, -0.5, 1) for _ in sampled]

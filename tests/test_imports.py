@@ -44,7 +44,7 @@ ENGINE = (
 )
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
+    "config": {"errors", "request"},
     "request": {"errors"},
     "outputs": {"request"},
     "stats": {"request"},

@@ -185,7 +185,7 @@ def test_tokens_after_a_stop_string_are_dropped():
     assert [entry.token_id for entry in result.end.logprobs] == result.tokens
     assert result.end.num_output_tokens == len(result.tokens)
     assert (result.end.finish_reason, result.end.stop_reason) == (FinishReason.STOP, "END")
-    assert result.stopped == [("r:0", "END")]
+    assert result.stopped == [("r:0", "END", len(result.tokens))]
     result.step(tokenizer.encode("late"))  # a step that was already under way
     assert result.text == "one "
 

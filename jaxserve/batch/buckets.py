@@ -93,7 +93,7 @@ def buckets_for(shapes: Shapes, limits: StepLimits, *, blocks: int = 0) -> Shape
 
 def step_limits(config: ResolvedConfig) -> StepLimits:
     """The largest step of an engine."""
-    return StepLimits(config.max_num_batched_tokens, config.max_num_seqs)
+    return StepLimits(config.max_num_batched_tokens, config.max_rows)
 
 
 def default_num_shapes(limits: StepLimits) -> int:

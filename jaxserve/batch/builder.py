@@ -1,7 +1,8 @@
 """SchedulerOutput -> HostBatch: the plan of a step as one packed numpy vector of a known shape.
 
-Decode rows come first, longest context first (so that the longest work starts first), then prefill chunks.
-Padding tokens write to block 0, the sink, and padding rows sample nothing.
+Decode rows come first, longest context first (so that the longest work starts first), then prefill chunks. A draft is a
+decode row of its own, behind that of its request's last token or of the draft before it. Padding tokens write to block
+0, the sink, and padding rows sample nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ class HostBatch:
     Attributes:
       bucket: its shape.
       packed: int32 vector, see `layout`.
-      rows: the scheduled requests in row order (row s of the batch is rows[s]).
-      first_token: index of each row's first token in the packed batch.
-      num_scored: how many prompt positions each row scores, from that token on: position p is scored by the step
-        that computes p - 1. Empty when no row scores any.
+      rows: the scheduled requests in row order.
+      first_token: index of each one's first token in the packed batch.
+      num_scored: how many prompt positions each scores, from that token on: position p is scored by the step
+        that computes p - 1. Empty when none scores any.
       num_tokens: real tokens; the bucket's remainder is padding.
       flags: what the step as a whole needs.
+      first_row: each one's first row of the batch (there are more where it has drafts); empty: it is its index.
     """
 
     bucket: Bucket
@@ -43,6 +45,12 @@ class HostBatch:
     num_scored: tuple[int, ...]
     num_tokens: int
     flags: BatchFlag
+    first_row: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that yield logits, padding left out."""
+        return self.first_row[-1] + self.rows[-1].num_rows if self.first_row else len(self.rows)
 
 
 class BatchBuilder:
@@ -65,13 +73,19 @@ class BatchBuilder:
         for row in plan.scheduled:
             if row.new_block_ids or row.is_new:
                 table.update(row)
-        starts, counts, slots, samples, continues = _columns(plan.scheduled)
-        order = np.argsort(np.where(counts == 1, -starts, 1), kind="stable")
+        starts, counts, slots, samples, continues, drafts = _columns(plan.scheduled)
+        order = np.argsort(np.where(counts == 1 + drafts, -starts, 1), kind="stable")
         rows = tuple([plan.scheduled[i] for i in order.tolist()])
-        starts, counts, slots = starts[order], counts[order], slots[order]
+        starts, counts, slots, drafts = starts[order], counts[order], slots[order], drafts[order]
         samples, continues = samples[order], continues[order]
+        first_row = draft_index = None
+        if drafts.any():
+            owners, first_row, draft_index = _rows_of_drafts(drafts)
+            starts, slots = starts[owners] + draft_index, slots[owners]
+            counts = counts[owners] - drafts[owners]
+            samples, continues = samples[owners], continues[owners]
 
-        num_seqs, num_tokens = len(rows), int(counts.sum())
+        num_seqs, num_tokens = len(starts), int(counts.sum())
         bucket = self._buckets.smallest_for(num_tokens + plan.num_padding_tokens, num_seqs)
         layout = self._layouts.get(bucket)
         if layout is None:
@@ -86,6 +100,10 @@ class BatchBuilder:
         num_decodes = int(np.count_nonzero(counts == 1))
 
         _write_token_ids(array["token_ids"], rows, num_decodes, first)
+        if draft_index is not None:
+            array["draft_indices"][:num_seqs] = draft_index
+            draft_ids = array["token_ids"][:num_decodes] * (draft_index[:num_decodes] > 0)
+            array["draft_ids"][:num_decodes] = draft_ids
         array["positions"][:num_tokens] = positions
         array["slot_mapping"][:num_tokens] = (
             table.block_tables_RB[slots[owner], block] * self._block_size + offset
@@ -117,6 +135,13 @@ class BatchBuilder:
             batch_flags |= BatchFlag.PROCESS_LOGITS
         if (table.logprobs_R[slots] & samples).any():
             batch_flags |= BatchFlag.LOGPROBS
+        if first_row is not None:  # from here on by request
+            starts, ends, slots, first = (
+                starts[first_row],
+                ends[first_row],
+                slots[first_row],
+                first[first_row],
+            )
         scored = np.maximum(np.minimum(table.scored_until_R[slots], ends) - starts, 0)
         num_scored: tuple[int, ...] = ()
         if scored.any():
@@ -124,25 +149,56 @@ class BatchBuilder:
             num_scored = tuple(scored.tolist())
             _write_targets(array["target_ids"], rows, first, num_scored)
         array["batch_flags"][...] = int(batch_flags)
-        return HostBatch(bucket, packed, rows, tuple(first.tolist()), num_scored, num_tokens, batch_flags)
+        return HostBatch(
+            bucket,
+            packed,
+            rows,
+            tuple(first.tolist()),
+            num_scored,
+            num_tokens,
+            batch_flags,
+            () if first_row is None else tuple(first_row.tolist()),
+        )
 
 
 def _columns(scheduled: tuple[ScheduledRequest, ...]) -> tuple[np.ndarray, ...]:
-    """(first positions, token counts, slots: int32; samples, continues: bool), each [rows]."""
+    """(first positions, token counts, slots: int32; samples, continues: bool; drafts: int32), each [scheduled]."""
     return (
         np.array([row.num_computed_tokens for row in scheduled], np.int32),
         np.array([row.num_scheduled_tokens for row in scheduled], np.int32),
         np.array([row.slot for row in scheduled], np.int32),
         np.array([row.samples for row in scheduled], bool),
         np.array([row.continues for row in scheduled], bool),
+        np.array([len(row.draft_token_ids) for row in scheduled], np.int32),
     )
+
+
+def _rows_of_drafts(drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Each request's rows side by side, one more than it has drafts.
+
+    Returns:
+      (whose each row is [rows]; each request's first row [requests]; drafts up to each row [rows]), int32.
+    """
+    rows_each = 1 + drafts
+    owners = np.repeat(np.arange(len(drafts), dtype=np.int32), rows_each)
+    first_row = np.cumsum(rows_each, dtype=np.int32) - rows_each
+    return owners, first_row, np.arange(len(owners), dtype=np.int32) - first_row[owners]
 
 
 def _write_token_ids(
     token_ids: np.ndarray, rows: tuple[ScheduledRequest, ...], num_decodes: int, first: np.ndarray
 ) -> None:
-    token_ids[:num_decodes] = [0 if row.continues else _single_token(row) for row in rows[:num_decodes]]
-    for row, start in zip(rows[num_decodes:], first[num_decodes:].tolist(), strict=True):
+    singles: list[int] = []
+    num_single = 0
+    for row in rows:
+        if not row.is_single:
+            break
+        num_single += 1
+        singles.append(0 if row.continues else _single_token(row))
+        if row.draft_token_ids:
+            singles.extend(row.draft_token_ids)
+    token_ids[:num_decodes] = singles
+    for row, start in zip(rows[num_single:], first[num_decodes:].tolist(), strict=True):
         begin, count = row.num_computed_tokens, row.num_scheduled_tokens
         token_ids[start : start + count] = row.request.token_ids(begin, begin + count)
 

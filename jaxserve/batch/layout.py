@@ -64,6 +64,8 @@ def fields(bucket: Bucket) -> tuple[Field, ...]:
         Field("state_rows", seqs),
         Field("sample_positions", seqs),
         Field("row_flags", seqs),
+        Field("draft_indices", seqs),
+        Field("draft_ids", seqs),
         *(Field(setting.name, seqs, setting.is_float) for setting in ROW_SETTINGS),
         Field("num_decodes", ()),
         Field("num_seqs", ()),

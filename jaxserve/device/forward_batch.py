@@ -29,6 +29,9 @@ class SamplingRows:
         not sample.
       seeds_S2: uint32, (high, low) words of the request's seed.
       flags_S: int32, bits of `RowFlag`.
+      draft_indices_S: int32, how many drafts of its request come up to and including this row's token: 0 where that
+        is known; then 1, 2, ... in the rows behind it.
+      draft_ids_S: int32, the row's token where it is a draft; 0 elsewhere.
       top_k_S: int32, 0 keeps all.
       temperature_S .. repetition_penalty_S: float32.
     """
@@ -37,6 +40,8 @@ class SamplingRows:
     positions_S: jax.Array
     seeds_S2: jax.Array
     flags_S: jax.Array
+    draft_indices_S: jax.Array
+    draft_ids_S: jax.Array
     top_k_S: jax.Array
     temperature_S: jax.Array
     top_p_S: jax.Array
@@ -118,6 +123,8 @@ def unpack_batch(packed: jax.Array, bucket: Bucket) -> ForwardBatch:
             positions_S=array["sample_positions"],
             seeds_S2=jax.lax.bitcast_convert_type(seeds, jnp.uint32),
             flags_S=array["row_flags"],
+            draft_indices_S=array["draft_indices"],
+            draft_ids_S=array["draft_ids"],
             top_k_S=array["top_k"],
             temperature_S=array["temperature"],
             top_p_S=array["top_p"],

@@ -47,6 +47,7 @@ from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.speculative.acceptance import num_accepted
 from pallas_kernels.paged_attention import Backend
 
 # What a process grows by on a CPU once it serves, as measured: by requests and HTTP; by each shape that is still to
@@ -327,17 +328,21 @@ def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
     token_S, finite_S, logprobs, prompt_logprobs = jax.device_get(_wanted(output, batch.flags))
     tokens, finite = token_S.tolist(), finite_S.tolist()
     result = ModelRunnerOutput()
-    for s, row in enumerate(batch.rows):
+    for at, row in enumerate(batch.rows):
         request_id = row.request_id
-        if not finite[s]:
+        first = batch.first_row[at] if batch.first_row else at
+        last = first + num_accepted(row.draft_token_ids, tokens[first : first + row.num_rows])
+        if not all(finite[first : last + 1]):
             result.failed[request_id] = "the model produced NaN or infinite logits for this request"
             continue
         if row.samples:
-            result.sampled_token_ids[request_id] = [tokens[s]]
+            result.sampled_token_ids[request_id] = tokens[first : last + 1]
             if logprobs is not None and (num_top := row.request.params.logprobs) is not None:
-                result.logprobs[request_id] = [_token_logprobs(logprobs, s, tokens[s], num_top)]
-        if prompt_logprobs is not None and batch.num_scored[s]:
-            first, position = batch.first_token[s], row.num_computed_tokens + 1
+                result.logprobs[request_id] = [
+                    _token_logprobs(logprobs, s, tokens[s], num_top) for s in range(first, last + 1)
+                ]
+        if prompt_logprobs is not None and batch.num_scored[at]:
+            first, position = batch.first_token[at], row.num_computed_tokens + 1
             result.prompt_logprobs[request_id] = [
                 _token_logprobs(
                     prompt_logprobs,
@@ -345,7 +350,7 @@ def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
                     row.request.prompt_token_ids[position + i],
                     row.request.params.prompt_logprobs or 0,
                 )
-                for i in range(batch.num_scored[s])
+                for i in range(batch.num_scored[at])
             ]
     return result
 

@@ -84,7 +84,7 @@ def describe_programs(
     attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
     on_cpu = platform == "cpu"
     options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
-    rows_at_once = 1 if on_cpu else config.max_num_seqs
+    rows_at_once = 1 if on_cpu else config.max_rows
     # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
     attend = jax.jit(partial(ragged_paged_attention, **attention_options))
     identity = {

@@ -112,7 +112,7 @@ def sample(
     state: SamplingState,
     *,
     rows_at_once: int,
-) -> tuple[jax.Array, jax.Array, SamplingState]:
+) -> tuple[jax.Array, jax.Array]:
     """One token a row.
 
     Args:
@@ -120,8 +120,7 @@ def sample(
       rows_at_once: rows the random path works on together: 1 keeps a row in a CPU's cache, all of them suit a GPU.
 
     Returns:
-      token_ids_S (int32), finite_S (bool: the row's logits hold no NaN or infinity) and the state with the new
-      tokens counted.
+      token_ids_S (int32), finite_S (bool: the row's logits hold no NaN or infinity).
     """
     finite_S = jnp.isfinite(logits_SV).all(-1)
     processed_SV = lax.cond(
@@ -135,9 +134,17 @@ def sample(
         lambda: _draw_rows(processed_SV, greedy_S, rows, rows_at_once),
         lambda: greedy_S,
     )
-    counted_S = ((rows.flags_S & RowFlag.SAMPLE) != 0).astype(jnp.int32)
-    token_info = state.token_info_RV.at[rows.state_rows_S, token_S].add(counted_S, mode="promise_in_bounds")
-    return token_S, finite_S, SamplingState(token_info, state.logit_bias_RV)
+    return token_S, finite_S
+
+
+def count_tokens(
+    state: SamplingState, rows: SamplingRows, token_ids_S: jax.Array, accepted_S: jax.Array
+) -> SamplingState:
+    """The state with the new tokens of accepted rows counted."""
+    counted_S = (((rows.flags_S & RowFlag.SAMPLE) != 0) & accepted_S).astype(jnp.int32)
+    where = (rows.state_rows_S, token_ids_S)
+    token_info = state.token_info_RV.at[where].add(counted_S, mode="promise_in_bounds")
+    return SamplingState(token_info, state.logit_bias_RV)
 
 
 def argmax(logits_SV: jax.Array) -> jax.Array:
@@ -181,7 +188,7 @@ def no_logprobs(num_positions: int, vocab_size: int) -> Logprobs:
 def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> jax.Array:
     """Penalties, bias and banned stops, for the rows that ask for each."""
     info_SV = state.token_info_RV[rows.state_rows_S]
-    count_SV = info_SV & _COUNT_MASK
+    count_SV = _count_drafts(info_SV & _COUNT_MASK, rows)
     in_output_SV = count_SV > 0
     in_either_SV = in_output_SV | ((info_SV & _PROMPT_BIT) != 0)
 
@@ -195,6 +202,17 @@ def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> 
     out = jnp.where(wants(RowFlag.LOGIT_BIAS), out + state.logit_bias_RV[rows.state_rows_S], out)
     banned = wants(RowFlag.BAN_STOPS) & ((info_SV & _STOP_BIT) != 0)
     return jnp.where(banned, _EXCLUDED, out)
+
+
+def _count_drafts(count_SV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """The counts with the drafts that stand before each row's sample: a row counts only if these are accepted."""
+    at_S = jnp.arange(count_SV.shape[0])
+
+    def add(back: jax.Array, count_SV: jax.Array) -> jax.Array:
+        there_S = (back < rows.draft_indices_S).astype(jnp.int32)
+        return count_SV.at[at_S, rows.draft_ids_S[at_S - back]].add(there_S)
+
+    return lax.fori_loop(0, rows.draft_indices_S.max(), add, count_SV)
 
 
 def _draw_rows(logits_SV: jax.Array, greedy_S: jax.Array, rows: SamplingRows, rows_at_once: int) -> jax.Array:

@@ -19,12 +19,14 @@ from jaxserve.device.kv_cache import KVCache, join_layers, write_kv
 from jaxserve.device.sampling import (
     Logprobs,
     SamplingState,
+    count_tokens,
     logprobs_by_row,
     logprobs_of,
     no_logprobs,
     sample,
 )
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts
+from jaxserve.device.verification import accepted_rows, last_accepted_rows
 
 _SCORED_ROWS = 32  # prompt positions scored at a time, so that T x V logits never exist at once
 
@@ -37,7 +39,7 @@ class DeviceState:
     Attributes:
       kv_cache: keys and values of every block.
       sampling: per-request token counts and biases.
-      last_token_ids_R: int32, the token sampled last for each slot, so that the next step need not wait until the host
+      last_token_ids_R: int32, the token accepted last for each slot, so that the next step need not wait until the host
         has read it.
     """
 
@@ -180,7 +182,9 @@ def sample_step(
     with jax.named_scope("logits"):
         logits_SV = nnx.merge(model.ends, ends).compute_logits(hidden_SD)
     with jax.named_scope("sample"):
-        token_S, finite_S, sampling = sample(logits_SV, rows, flags, sampling, rows_at_once=rows_at_once)
+        token_S, finite_S = sample(logits_SV, rows, flags, sampling, rows_at_once=rows_at_once)
+        accepted_S = accepted_rows(token_S, rows)
+        sampling = count_tokens(sampling, rows, token_S, accepted_S)
     with jax.named_scope("logprobs"):
         score = logprobs_by_row if deterministic else logprobs_of
         logprobs = lax.cond(
@@ -189,7 +193,9 @@ def sample_step(
             lambda: no_logprobs(*logits_SV.shape),
         )
     # Rows that do not sample write as well: nobody reads a slot's token before the slot has sampled one.
-    last_token_ids_R = last_token_ids_R.at[rows.state_rows_S].set(token_S, mode="promise_in_bounds")
+    spare = last_token_ids_R.shape[0] - 1
+    state_rows_S = jnp.where(last_accepted_rows(accepted_S, rows), rows.state_rows_S, spare)
+    last_token_ids_R = last_token_ids_R.at[state_rows_S].set(token_S, mode="promise_in_bounds")
     return (
         sampling,
         last_token_ids_R,

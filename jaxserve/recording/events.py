@@ -41,6 +41,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
       seed: its resolved seed, in the first step after its admission.
+      draft_token_ids: what the step verifies.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     samples: bool
     continues: bool
     seed: int | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,4 +164,5 @@ def _row(item: ScheduledRequest) -> Row:
         item.samples,
         item.continues,
         item.request.seed if item.is_new else None,
+        item.draft_token_ids,
     )

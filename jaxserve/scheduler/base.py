@@ -12,8 +12,9 @@ from jaxserve.errors import OverloadedError
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduler import admission
+from jaxserve.scheduler.drafts import Drafts
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
-from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.output_length import OutputLengths
 from jaxserve.scheduler.policy import Order, Policy
 from jaxserve.scheduler.step_time import StepTimeModel
@@ -80,6 +81,7 @@ class BaseScheduler:
         self._kv = kv
         self._policy = policy
         self._lengths = OutputLengths()
+        self._drafts = Drafts(config.num_speculative_tokens)
         self._now = 0.0
         self._entries: dict[str, Entry] = {}
         self._unfinished_by_class = zero_by_class()
@@ -95,6 +97,16 @@ class BaseScheduler:
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step; `now`: seconds, of the clock of `Request.arrival_time`."""
         raise NotImplementedError
+
+    def plan_drafts(self) -> tuple[DraftRequest, ...]:
+        """For whom drafts are wanted in the next plan; none by default."""
+        return ()
+
+    def take_drafts(self, wanted: Sequence[DraftRequest], proposed: Sequence[Sequence[int]]) -> None:
+        """What was proposed for each of `wanted`, before `schedule`: drafts in order, maybe fewer than wanted."""
+        for item, token_ids in zip(wanted, proposed, strict=True):
+            if token_ids:
+                self._drafts.propose(item.request.request_id, token_ids[: item.num_tokens])
 
     def _enqueue(self, entry: Entry) -> None:
         raise NotImplementedError
@@ -227,11 +239,27 @@ class BaseScheduler:
                 ended.append(entry.request)
         return ended
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End a request for a reason found outside (a stop string). No change if it has ended already."""
+    def finish(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        num_output_tokens: int | None = None,
+    ) -> None:
+        """End a request for a reason found outside (a stop string). No change if it has ended already.
+
+        Args:
+          num_output_tokens: how many tokens its output keeps; None: all.
+        """
         entry = self._entries.get(request_id)
-        if entry is not None:
-            self._end(entry, reason, stop_reason)
+        if entry is None:
+            return
+        if num_output_tokens is not None:
+            output = entry.request.output_token_ids
+            self._counters.generation_tokens -= len(output) - num_output_tokens
+            del output[num_output_tokens:]
+        self._end(entry, reason, stop_reason)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Accept what a step computed. The only place where `num_computed_tokens` moves forward.
@@ -294,6 +322,7 @@ class BaseScheduler:
         stats.prefix_cache_hits = counters.prefix_cache_hits
         stats.finished = dict(counters.finished)
         stats.swap = self._kv.swap.current_stats()
+        stats.speculation = self._drafts.stats
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is inconsistent. Slow; for tests and debugging."""
@@ -323,6 +352,7 @@ class BaseScheduler:
             f"{request_id} has {request.num_computed_tokens} computed of {request.num_tokens} tokens"
         )
         known = request.num_tokens + request.num_pending_tokens
+        assert request.num_pending_tokens or not request.awaits_result, f"{request_id} awaits nothing"
         assert request.num_computed_tokens <= request.num_planned_tokens <= known, (
             f"{request_id} has {request.num_computed_tokens} computed and {request.num_planned_tokens} planned of "
             f"{known} tokens"
@@ -366,6 +396,8 @@ class BaseScheduler:
         """
         request = entry.request
         request.num_planned_tokens = request.num_pending_tokens = 0
+        request.awaits_result = False
+        self._drafts.drop(request.request_id)
         self._kv.free(request.request_id)
         assert request.slot is not None
         heapq.heappush(self._free_slots, request.slot)
@@ -394,6 +426,7 @@ class BaseScheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         self._kv.forget(request.request_id)
+        self._drafts.forget(request.request_id)
         del self._entries[request.request_id]
         self._unfinished_by_class[request.service_class] -= 1
         used = len(request.output_token_ids)
@@ -403,8 +436,9 @@ class BaseScheduler:
         self._lengths.observe(request)
         self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
 
-    def _scheduled(self, entry: Entry, num_tokens: int) -> ScheduledRequest:
-        """The row of a plan that advances `entry` by `num_tokens`. The only place where planned tokens advance."""
+    def _scheduled(self, entry: Entry, num_tokens: int, drafts: tuple[int, ...] = ()) -> ScheduledRequest:
+        """The row of a plan that advances `entry` by `num_tokens`, and verifies `drafts`. The only place where planned
+        tokens advance."""
         request = entry.request
         start, pending = request.num_planned_tokens, request.num_pending_tokens
         is_new, entry.is_new = entry.is_new, False
@@ -413,9 +447,21 @@ class BaseScheduler:
         samples = start + num_tokens == known + pending
         request.num_planned_tokens = start + num_tokens
         request.num_pending_tokens = pending + samples
+        if samples and self._drafts.most:
+            request.awaits_result = self._drafts.limit(request) > 0
         slot = request.slot
         assert slot is not None
-        return ScheduledRequest(request, start, num_tokens, slot, new_block_ids, samples, pending > 0, is_new)
+        return ScheduledRequest(
+            request,
+            start,
+            num_tokens + len(drafts),
+            slot,
+            new_block_ids,
+            samples,
+            pending > 0,
+            is_new,
+            drafts,
+        )
 
     # One row of a step's result.
 
@@ -434,15 +480,25 @@ class BaseScheduler:
             self._kv.distrust(request_id)
             self._end(entry, FinishReason.ERROR)
             return RequestUpdate(request, [], error=result.failed[request_id])
-        samples = item.samples
+        samples, drafts = item.samples, item.draft_token_ids
         sampled = result.sampled_token_ids.get(request_id) or []
-        if samples != bool(sampled) and request.max_tokens > 0:
+        if len(sampled) > 1 + len(drafts) or (samples != bool(sampled) and request.max_tokens > 0):
+            due = f"1 to {1 + len(drafts)} were" if samples else "none was"
             raise RuntimeError(
                 f"the step over tokens {start}..{start + item.num_scheduled_tokens} of {request_id} returned "
-                f"{len(sampled)} tokens{', at least one was due' if samples else ', none was due'}"
+                f"{len(sampled)} tokens, {due} due"
             )
-        computed = request.num_computed_tokens = start + item.num_scheduled_tokens
+        accepted, reason, stop_reason = _until_end(request, sampled)
+        request.output_token_ids += accepted
+        computed = start + item.num_scheduled_tokens
         request.num_pending_tokens -= samples
+        if samples and self._drafts.most:
+            self._drafts.verified(request, drafts, sampled, len(accepted))
+            request.awaits_result = False
+            if drafts:  # of which one less is in the output than tokens came
+                computed += max(len(accepted), 1) - 1 - len(drafts)
+                request.num_planned_tokens = computed
+        request.num_computed_tokens = computed
         block_size = self._config.block_size
         if computed // block_size > start // block_size:  # a block has become full
             self._kv.commit(request)
@@ -451,12 +507,8 @@ class BaseScheduler:
         prompt_logprobs = None
         if result.prompt_logprobs and request_id in result.prompt_logprobs:
             prompt_logprobs = self._new_prompt_logprobs(entry, start, result.prompt_logprobs[request_id])
-        if request.max_tokens == 0:
-            accepted: list[int] = []
-            if samples:
-                self._end(entry, FinishReason.LENGTH)
-        else:
-            accepted = self._append(entry, sampled)
+        if reason is not None or (samples and request.max_tokens == 0):
+            self._end(entry, reason or FinishReason.LENGTH, stop_reason)
         self._counters.generation_tokens += len(accepted)
         if not accepted and not prompt_logprobs and request.status is RequestStatus.RUNNING:
             return None
@@ -464,22 +516,6 @@ class BaseScheduler:
         if result.logprobs and request_id in result.logprobs:
             logprobs = result.logprobs[request_id][: len(accepted)]
         return RequestUpdate(request, accepted, logprobs, prompt_logprobs)
-
-    def _append(self, entry: Entry, sampled: list[int]) -> list[int]:
-        """Add tokens to the output until one ends it. Returns those added."""
-        request = entry.request
-        output, stops, most = request.output_token_ids, request.stop_token_ids, request.max_tokens
-        for count, token in enumerate(sampled, start=1):
-            output.append(token)
-            num_output = len(output)
-            if token in stops and num_output >= request.params.min_tokens:
-                named = token in request.params.stop_token_ids
-                self._end(entry, FinishReason.STOP, token if named else None)
-                return sampled[:count]
-            if num_output >= most:
-                self._end(entry, FinishReason.LENGTH)
-                return sampled[:count]
-        return sampled
 
     def _new_prompt_logprobs(
         self, entry: Entry, start: int, scored: list[TokenLogprobs]
@@ -489,6 +525,23 @@ class BaseScheduler:
         fresh = scored[max(0, entry.num_scored_tokens - first) :]
         entry.num_scored_tokens = max(entry.num_scored_tokens, first + len(scored))
         return fresh or None
+
+
+def _until_end(
+    request: Request, sampled: list[int]
+) -> tuple[list[int], FinishReason | None, int | str | None]:
+    """The tokens up to the one that ends the output, why it ends it, and which stop token it is if one was named."""
+    if request.max_tokens == 0:
+        return [], None, None
+    stops, most, params = request.stop_token_ids, request.max_tokens, request.params
+    num_output = len(request.output_token_ids)
+    for count, token in enumerate(sampled, start=1):
+        if token in stops and num_output + count >= params.min_tokens:
+            named = token in params.stop_token_ids
+            return sampled[:count], FinishReason.STOP, token if named else None
+        if num_output + count >= most:
+            return sampled[:count], FinishReason.LENGTH, None
+    return sampled, None, None
 
 
 def tokens_to_compute(request: Request) -> int:

@@ -201,6 +201,17 @@ class KVCacheManager:
             table.extend(self._allocate(extra))
         return True
 
+    def grow_towards(self, request_id: str, num_tokens: int, *, spare: int) -> int:
+        """Lengthen a table towards `num_tokens` tokens, as far as more than `spare` blocks stay free.
+
+        Returns the tokens that it holds then.
+        """
+        table = self._tables[request_id].block_ids
+        extra = min(self.blocks_for(num_tokens) - len(table), self.pool.num_free - spare)
+        if extra > 0:
+            table.extend(self._allocate(extra))
+        return len(table) * self.block_size
+
     def take_new_block_ids(self, request_id: str) -> tuple[int, ...]:
         """What the table has gained since the last call; all of it the first time."""
         table = self._tables[request_id]
@@ -209,6 +220,11 @@ class KVCacheManager:
             return ()
         table.num_taken = len(block_ids)
         return tuple(block_ids[taken:])
+
+    def new_block_ids(self, request_id: str) -> tuple[int, ...]:
+        """What `take_new_block_ids` will return."""
+        table = self._tables[request_id]
+        return tuple(table.block_ids[table.num_taken :])
 
     def commit(self, request: Request) -> None:
         """Offer every full block that is computed by now to the prefix table."""

@@ -15,13 +15,15 @@ class ScheduledRequest:
     Attributes:
       request: the request; it moves on while the step runs.
       num_computed_tokens: tokens already in the cache when the step starts.
-      num_scheduled_tokens: tokens computed by this step, from position `num_computed_tokens` on.
+      num_scheduled_tokens: tokens computed by this step, from position `num_computed_tokens` on; drafts included.
       slot: its row of device state.
       new_block_ids: what its block table has gained since its last step; all of it where `is_new`. The table is long
         enough for `num_computed_tokens + num_scheduled_tokens`.
       samples: this step reaches the last known token, so that a new one is sampled.
       continues: its single token is the one that the step before samples, which so far only the device knows.
       is_new: first step since it was admitted or resumed: its row of device state must be loaded.
+      draft_token_ids: what may follow its last known token, to be verified: only where that token alone is left to
+        compute, and known.
     """
 
     request: Request
@@ -32,10 +34,39 @@ class ScheduledRequest:
     samples: bool
     continues: bool = False
     is_new: bool = False
+    draft_token_ids: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_single(self) -> bool:
+        """One token, if drafts are left out: a row, or some rows, of one token each."""
+        return self.num_scheduled_tokens == 1 + len(self.draft_token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch that it takes, each of which yields logits."""
+        return 1 + len(self.draft_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A request that drafts are wanted for, before a step is planned.
+
+    Attributes:
+      request: it has one token to compute, which is known.
+      num_tokens: most drafts that are of use.
+      slot: its row of device state.
+      new_block_ids: what its block table has gained since it was in a plan (which the next plan tells as well). The
+        table is long enough for that token and all drafts.
+    """
+
+    request: Request
+    num_tokens: int
+    slot: int
+    new_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +75,7 @@ class SchedulerOutput:
 
     Attributes:
       step_id: counts from 0.
-      scheduled: requests that decode (one token) first, then prefill chunks; never empty lists of tokens.
+      scheduled: requests that decode (one token, and drafts) first, then prefill chunks; never empty lists of tokens.
       swap_out: (device, host) block ids to copy to host memory, first of all: what earlier steps have left there.
       swap_in: (host, device) block ids to copy back then, before `block_copies`. No device block, nor host block, is a
         destination twice; one that is copied out may be brought in again in the same plan.
@@ -65,3 +96,7 @@ class SchedulerOutput:
     @property
     def num_scheduled_tokens(self) -> int:
         return sum(item.num_scheduled_tokens for item in self.scheduled)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(item.draft_token_ids) for item in self.scheduled)

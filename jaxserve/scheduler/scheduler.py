@@ -20,14 +20,15 @@ from jaxserve.scheduler.ageing import Ageing
 from jaxserve.scheduler.base import BaseScheduler, Entry, tokens_to_compute
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
+from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
 from jaxserve.scheduler.forecast import Forecast, refusal_of
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
-from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Policy, PrefillBudget
 from jaxserve.scheduler.siblings import SiblingIndex
-from jaxserve.scheduler.step_time import StepTimeModel, work_of, work_of_chunks
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of, work_of_chunks
 from jaxserve.scheduler.swap_cost import SwapCost
 from jaxserve.scheduler.ttft_record import TtftRecord
 from jaxserve.scheduler.waiting_queue import WaitingQueue
@@ -66,6 +67,30 @@ class Scheduler(BaseScheduler):
         self._forecast = Forecast(
             config, policy, step_times, self._lengths, kv, self._running, self._short_queue, self._long_queue
         )
+
+    def plan_drafts(self) -> tuple[DraftRequest, ...]:
+        """For whom drafts are wanted in the next plan: those who decode and whose last token is known.
+
+        Blocks for drafts are taken only while every running request could have one as well: nobody is preempted, or
+        waits, because of them.
+        """
+        if not self._drafts.most:
+            return ()
+        wanted = []
+        for entry in self._running:
+            request = entry.request
+            if entry.is_new or request.num_pending_tokens or request.num_unplanned_tokens != 1:
+                continue
+            most = self._drafts.limit(request)
+            if most <= 0:
+                continue
+            known = request.num_tokens
+            held = self._kv.grow_towards(request.request_id, known + most, spare=len(self._running))
+            if held > known:
+                assert request.slot is not None
+                new_block_ids = self._kv.new_block_ids(request.request_id)
+                wanted.append(DraftRequest(request, min(most, held - known), request.slot, new_block_ids))
+        return tuple(wanted)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.
@@ -255,17 +280,20 @@ class Scheduler(BaseScheduler):
     # Stage 3: tokens.
 
     def _divide_budget(self) -> tuple[ScheduledRequest, ...]:
-        decodes: list[ScheduledRequest] = []
+        decoding: list[Entry] = []
         prefills: list[Entry] = []
         for entry in self._running:
             unplanned = entry.request.num_unplanned_tokens
             if unplanned == 1:
-                decodes.append(self._scheduled(entry, 1))
+                decoding.append(entry)
             elif unplanned:
                 prefills.append(entry)
+        drafts = self._choose_drafts(decoding, prefills) if self._drafts.most else {}
+        decodes = [self._scheduled(e, 1, drafts.get(e.request.request_id, ())) for e in decoding]
         if not prefills:
             return tuple(decodes)
-        budget = self._config.max_num_batched_tokens - len(decodes)
+        num_drafts = sum(map(len, drafts.values()))
+        budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
         grants = self._grants(prefills, self._without_stall(decodes, prefills, budget))
         chunks = [
             self._scheduled(entry, grant) for entry, grant in zip(prefills, grants, strict=True) if grant
@@ -273,6 +301,52 @@ class Scheduler(BaseScheduler):
         # A chunk of one token is like a decode to whoever packs the batch.
         chunks.sort(key=lambda item: item.num_scheduled_tokens > 1)
         return (*decodes, *chunks)
+
+    def _choose_drafts(self, decoding: list[Entry], prefills: list[Entry]) -> dict[str, tuple[int, ...]]:
+        """Which of the proposed drafts are verified, by request."""
+        proposed: list[tuple[str, tuple[int, ...]]] = []
+        candidates = []
+        for entry in decoding:
+            request = entry.request
+            if proposal := self._drafts.proposed(request.request_id):
+                proposed.append((request.request_id, proposal.token_ids))
+                is_fixed = request.params.speculative_tokens is not None
+                candidates.append(Candidate(len(proposal.token_ids), proposal.acceptance, is_fixed))
+        if not candidates:
+            return {}
+        limit = self._config.max_num_batched_tokens
+        work = work_of_chunks(((e.request.num_planned_tokens, 1) for e in decoding), beside=StepWork(0, 0))
+        if prefills:
+            grants = self._grants(prefills, limit - len(decoding))
+            chunks = (
+                (e.request.num_planned_tokens, grant) for e, grant in zip(prefills, grants, strict=True)
+            )
+            work = work_of_chunks(chunks, beside=work)
+        keys_each = work.decode_keys // len(decoding)
+
+        def seconds(count: int) -> float | None:
+            fits = min(count, limit - work.tokens)
+            predicted = self._step_times.predict(
+                StepWork(
+                    work.tokens + fits,
+                    work.seqs + fits,
+                    work.decode_keys + count * keys_each,
+                    work.prefill_pairs,
+                )
+            )
+            # Drafts that take the places of prompt tokens put these off.
+            return predicted and predicted * (work.tokens + count) / (work.tokens + fits)
+
+        room = min(
+            self._config.max_rows - len(decoding) - len(prefills),
+            limit - len(decoding) - min(len(prefills), 1),
+        )
+        lengths = best_lengths(candidates, room=max(room, 0), num_rows=len(decoding), seconds=seconds)
+        return {
+            request_id: token_ids[:length]
+            for (request_id, token_ids), length in zip(proposed, lengths, strict=True)
+            if length
+        }
 
     def _grants(self, prefills: list[Entry], budget: int) -> list[int]:
         """Tokens for each, in their order: background prompts get what interactive ones leave."""
@@ -377,8 +451,15 @@ class Scheduler(BaseScheduler):
             self._forecast.changed()
         return ended
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        super().finish(request_id, reason, stop_reason)
+    def finish(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        *,
+        num_output_tokens: int | None = None,
+    ) -> None:
+        super().finish(request_id, reason, stop_reason, num_output_tokens=num_output_tokens)
         self._ttfts.forget(request_id)
         self._forecast.changed()
 

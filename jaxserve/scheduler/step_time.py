@@ -45,8 +45,21 @@ class StepWork:
 
 def work_of(scheduled: Sequence[ScheduledRequest], num_padding_tokens: int = 0) -> StepWork:
     """The work of a plan's rows."""
-    rows = ((row.num_computed_tokens, row.num_scheduled_tokens) for row in scheduled)
-    return work_of_chunks(rows, beside=StepWork(num_padding_tokens, 0))
+    work = StepWork(num_padding_tokens, 0)
+    chunks = []
+    for row in scheduled:
+        start = row.num_computed_tokens
+        if row.draft_token_ids:
+            work = with_drafts(work, start, 1 + len(row.draft_token_ids))
+        else:
+            chunks.append((start, row.num_scheduled_tokens))
+    return work_of_chunks(chunks, beside=work)
+
+
+def with_drafts(work: StepWork, start: int, num_rows: int) -> StepWork:
+    """`work` and rows of one token each at positions from `start` on."""
+    keys = num_rows * start + num_rows * (num_rows + 1) // 2
+    return StepWork(work.tokens + num_rows, work.seqs + num_rows, work.decode_keys + keys, work.prefill_pairs)
 
 
 def work_of_chunks(chunks: Iterable[tuple[int, int]], *, beside: StepWork) -> StepWork:

@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers and verification (to come)."""
+"""Speculative decoding: who proposes drafts, and how far they go. Verification is the step itself."""

@@ -34,6 +34,8 @@ def make_rows(num_rows: int, **fields: Any) -> SamplingRows:
         positions_S=column("positions", 0, np.int32),
         seeds_S2=jnp.asarray(words),
         flags_S=column("flags", int(RowFlag.SAMPLE), np.int32),
+        draft_indices_S=column("draft_indices", 0, np.int32),
+        draft_ids_S=column("draft_ids", 0, np.int32),
         top_k_S=column("top_k", 0, np.int32),
         temperature_S=column("temperature", 1.0, np.float32),
         top_p_S=column("top_p", 1.0, np.float32),
@@ -58,7 +60,7 @@ def draw(
     logits_SV = jnp.asarray(logits_SV, jnp.float32)
     if state is None:
         state = init_state(logits_SV.shape[0] + 1, logits_SV.shape[1])
-    tokens_S, _, _ = jitted_sample(logits_SV, rows, jnp.int32(batch_flags), state, rows_at_once=rows_at_once)
+    tokens_S, _ = jitted_sample(logits_SV, rows, jnp.int32(batch_flags), state, rows_at_once=rows_at_once)
     return np.asarray(tokens_S)
 
 

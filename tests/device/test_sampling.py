@@ -125,7 +125,7 @@ def test_extreme_penalties_stay_finite(repetition: float) -> None:
         temperature=1e-5,
     )
     assert np.isfinite(np.asarray(sampling._process(logits, rows, state))).all()
-    tokens, finite, _ = jitted_sample(logits, rows, jnp.int32(3), state, rows_at_once=1)
+    tokens, finite = jitted_sample(logits, rows, jnp.int32(3), state, rows_at_once=1)
     assert finite.all()
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
@@ -361,7 +361,7 @@ def test_rows_that_are_not_finite_are_reported_one_by_one(bad: float) -> None:
     good = draw(logits, make_rows(4, flags=RANDOM_ROW, seed=range(4)))
     logits[2, 5] = bad
     rows = make_rows(4, flags=RANDOM_ROW, seed=range(4), top_p=[1, 1, 0.5, 1])
-    tokens, finite, _ = jitted_sample(
+    tokens, finite = jitted_sample(
         jnp.asarray(logits), rows, jnp.int32(1), init_state(5, VOCAB), rows_at_once=1
     )
     assert finite.tolist() == [True, True, False, True]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.batch.flags import RowFlag
+from jaxserve.device.forward_batch import SamplingRows
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_NONE,
@@ -16,6 +19,7 @@ from jaxserve.device.sampling import (
     ENTRY_STOP,
     ROW_CHUNK,
     SamplingState,
+    count_tokens,
     init_state,
     load_row,
 )
@@ -110,6 +114,13 @@ def test_an_empty_slot_of_a_chunk_does_nothing_to_its_token() -> None:
     assert not np.asarray(state.logit_bias_RV[0]).any()
 
 
+def sample_and_count(
+    logits: Any, rows: SamplingRows, state: SamplingState, batch_flags: int = 0
+) -> tuple[jax.Array, SamplingState]:
+    tokens_S, _ = jitted_sample(jnp.asarray(logits), rows, jnp.int32(batch_flags), state, rows_at_once=1)
+    return tokens_S, count_tokens(state, rows, tokens_S, jnp.ones(tokens_S.shape, bool))
+
+
 def test_only_rows_that_sample_are_counted() -> None:
     logits = np.random.default_rng(1).normal(0, 1, (4, VOCAB)).astype(np.float32)
     before = dirty_state()
@@ -117,9 +128,7 @@ def test_only_rows_that_sample_are_counted() -> None:
     flags = [int(RowFlag.SAMPLE), 0, int(RowFlag.SAMPLE | RowFlag.RANDOM), 0]
     rows = make_rows(4, flags=flags, state_rows=[2, 1, 0, 4])  # row 1: an unfinished prompt; row 3: padding
     for batch_flags in range(4):
-        tokens, _, after = jitted_sample(
-            jnp.asarray(logits), rows, jnp.int32(batch_flags), before, rows_at_once=1
-        )
+        tokens, after = sample_and_count(logits, rows, before, batch_flags)
         want = np.asarray(before.token_info_RV).copy()
         want[2, tokens[0]] += 1
         want[0, tokens[2]] += 1
@@ -130,9 +139,7 @@ def test_only_rows_that_sample_are_counted() -> None:
 def test_many_padding_rows_share_the_spare_row() -> None:
     logits = np.zeros((8, VOCAB), np.float32)
     rows = make_rows(8, flags=[int(RowFlag.SAMPLE)] + [0] * 7, state_rows=[0] + [4] * 7)
-    _, _, after = jitted_sample(
-        jnp.asarray(logits), rows, jnp.int32(0), init_state(ROWS, VOCAB), rows_at_once=1
-    )
+    _, after = sample_and_count(logits, rows, init_state(ROWS, VOCAB))
     assert int(after.token_info_RV.sum()) == 1
     assert int(after.token_info_RV[0, 0]) == 1
 
@@ -145,7 +152,7 @@ def test_counts_grow_token_by_token() -> None:
     for position in range(40):
         logits = jnp.asarray(np.round(rng.normal(0, 1, (1, VOCAB))), jnp.float32)
         rows = make_rows(1, flags=int(RowFlag.SAMPLE), state_rows=3, positions=position)
-        tokens, _, state = jitted_sample(logits, rows, jnp.int32(0), state, rows_at_once=1)
+        tokens, state = sample_and_count(logits, rows, state)
         output.append(int(tokens[0]))
     assert max(output.count(token) for token in output) > 1
     loaded = load(dirty_state(), 3, [(token, ENTRY_OUTPUT, 0.0) for token in output])

@@ -11,7 +11,7 @@ from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.stats import EngineStats
-from tests.fakes import FakeRunner, make_config, solo_tokens
+from tests.fakes import FakeRunner, OracleProposer, make_config, solo_tokens
 
 BLOCK_BYTES = 1000
 
@@ -31,6 +31,7 @@ class Harness:
         self.step_times = StepTimeModel(lambda tokens, seqs: (tokens, seqs))
         host = HostSpace(host_blocks, BLOCK_BYTES)
         self.scheduler = create_scheduler(self.config, num_blocks, self.step_times, host)
+        self.proposer = OracleProposer(vocab)
         self.runner = FakeRunner(self.config.block_size, num_blocks, vocab, host_blocks)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -63,8 +64,12 @@ class Harness:
     def launch(self) -> SchedulerOutput:
         self.num_steps += 1
         assert self.num_steps < 20_000, "no end in sight"
+        if wanted := self.scheduler.plan_drafts():
+            self.scheduler.check_integrity()
+            self.scheduler.take_drafts(wanted, self.proposer.propose(wanted))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
+        assert sum(item.num_rows for item in plan.scheduled) <= self.config.max_rows
         budget = plan.num_scheduled_tokens
         assert budget <= self.config.max_num_batched_tokens or self.config.scheduler == "static"
         if plan.scheduled:

@@ -254,16 +254,19 @@ def test_a_stop_token_on_the_last_allowed_token_is_a_stop() -> None:
 
 
 def test_tokens_after_an_end_are_dropped_with_their_logprobs() -> None:
-    """A step may return several tokens at once."""
-    harness = Harness(20)
-    request = make_request("a", 6, 5, eos=[42], logprobs=0)
+    """A step that verifies drafts may return several tokens at once."""
+    harness = Harness(20, num_speculative_tokens=2)
+    request = make_request("a", 6, 8, eos=[42], logprobs=0, speculative_tokens=2)
     harness.add(request)
+    harness.step()
+    request.output_token_ids[0] = 5
+    harness.scheduler.take_drafts(harness.scheduler.plan_drafts(), [(7, 42)])
     plan = harness.scheduler.schedule(0.0)
     logprobs = [TokenLogprobs(token, -1.0, 1) for token in (7, 42, 9)]
     (update,) = harness.scheduler.update_from_output(
         plan, ModelRunnerOutput({"a:0": [7, 42, 9]}, {"a:0": logprobs})
     )
-    assert update.new_token_ids == request.output_token_ids == [7, 42]
+    assert [5, *update.new_token_ids] == request.output_token_ids == [5, 7, 42]
     assert update.logprobs == logprobs[:2]
 
 
@@ -356,7 +359,7 @@ def test_a_result_that_does_not_belong_to_its_plan_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="accepted before"):
         harness.scheduler.update_from_output(plan, result)
     plan = harness.scheduler.schedule(0.0)
-    with pytest.raises(RuntimeError, match="at least one was due"):
+    with pytest.raises(RuntimeError, match="1 to 1 were due"):
         harness.scheduler.update_from_output(plan, ModelRunnerOutput())
 
 

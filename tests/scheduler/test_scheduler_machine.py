@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         moving_is_slow=st.booleans(),
         background_max_wait=st.sampled_from([0.0, 1.0, 20.0]),
         max_waiting_tokens=st.sampled_from([None, None, 40]),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 5]),
     )
     def start(
         self,
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         moving_is_slow: bool,
         background_max_wait: float,
         max_waiting_tokens: int | None,
+        num_drafts: int,
     ) -> None:
         budget = max_num_seqs + spare_budget
         self.harness = Harness(
@@ -59,6 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_blocks=host_blocks,
             background_max_wait=background_max_wait,
             max_waiting_tokens=max_waiting_tokens,
+            num_speculative_tokens=num_drafts if self.kind == "continuous" else 0,
         )
         if moving_is_slow:  # a block takes a second each way, about what its tokens take, so decisions differ
             self.harness.runner.transfers = BlockTransfers(BLOCK_BYTES, 1.0, BLOCK_BYTES, 1.0)
@@ -80,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "tenant"]),
         eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        speculative_tokens=st.sampled_from([None, None, 0, 2, 9]),
     )
     def submit(
         self,
@@ -96,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str | None,
         eos: bool,
         prompt_logprobs: int | None,
+        speculative_tokens: int | None,
     ) -> None:
         capacity = self.harness.num_blocks * self.harness.config.block_size
         prompt = [*FAMILIES[family][:shared], *tail][:capacity]
@@ -112,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt=salt,
             eos=[3] if eos else [],
             prompt_logprobs=prompt_logprobs,
+            speculative_tokens=speculative_tokens,
         )
         self.num_groups += 1
         known = len(self.living())
