@@ -145,6 +145,8 @@ class _OutputState:
             num_output_tokens=self.num_output_tokens,
             prompt_logprobs=prompt_logprobs,
             error=error,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=min(request.num_accepted_tokens, self.num_output_tokens),
         )
         self._text, self._token_ids = [], []
         self._logprobs = None if self._logprobs is None else []

@@ -86,6 +86,7 @@ class RequestOutput:
         or stop token id where one ended it.
       error: one line, with finish_reason ERROR.
       num_prompt_tokens, num_cached_tokens, num_output_tokens: totals so far.
+      num_draft_tokens, num_accepted_tokens: drafts verified for it so far, and those of them in the output.
       prompt_logprobs: on the first output of choice 0 where asked for: one entry a prompt token, the first None.
     """
 
@@ -101,3 +102,5 @@ class RequestOutput:
     num_output_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -43,6 +43,8 @@ def compile_command(
     host_memory: options.HostMemory = None,
     attention_backend: options.AttentionBackend = "auto",
     deterministic: options.Deterministic = False,
+    speculative: options.Speculative = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = 8,
     bucket_plan: options.BucketPlan = None,
     program_cache_bytes: options.ProgramCacheBytes = 2 * 2**30,
 ) -> None:
@@ -87,6 +89,8 @@ def compile_command(
         attention_backend=attention_backend,
         deterministic=deterministic,
         overlap=None,
+        speculative=speculative,
+        num_speculative_tokens=num_speculative_tokens,
         seed=0,
         bucket_plan=bucket_plan,
         record_steps=None,

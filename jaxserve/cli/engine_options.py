@@ -166,6 +166,18 @@ Overlap = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ngram",
+        help="Who proposes draft tokens, which steps verify as many at a time as pay [default: nobody]. ngram: what came "
+        "behind the last few tokens earlier in prompt or output.",
+        rich_help_panel=PANEL,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int, typer.Option(min=1, help="Most draft tokens of a sequence in a step.", rich_help_panel=PANEL)
+]
 Seed = Annotated[
     int, typer.Option(help="Root of the seeds of requests that bring none.", rich_help_panel=PANEL)
 ]
@@ -243,6 +255,8 @@ def engine_config(
     attention_backend: str,
     deterministic: bool,
     overlap: bool | None,
+    speculative: str | None,
+    num_speculative_tokens: int,
     seed: int,
     bucket_plan: Path | None,
     record_steps: Path | None,
@@ -271,6 +285,8 @@ def engine_config(
         attention_backend=attention_backend,
         deterministic=deterministic,
         overlap=overlap,
+        speculative=speculative,
+        num_speculative_tokens=num_speculative_tokens,
         seed=seed,
         bucket_plan=None if bucket_plan is None else str(bucket_plan),
         record_steps=None if record_steps is None else str(record_steps),

@@ -329,6 +329,7 @@ def _sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=_or(body.skip_special_tokens, True),
+        speculative_tokens=body.speculative_tokens,
     )
 
 

@@ -17,6 +17,7 @@ from jaxserve.request import FinishReason
 from jaxserve.server.circuit_breaker import CircuitBreaker
 from jaxserve.server.key_metrics import KeyUsage
 from jaxserve.server.pressure_metrics import PressureCollector
+from jaxserve.server.speculation_metrics import speculation_metrics
 from jaxserve.server.swap_metrics import swap_metrics
 from jaxserve.stats import EngineStats
 
@@ -137,6 +138,7 @@ class _EngineCollector(Collector):
         yield self._memory()
         yield from self._bucket_counters()
         yield from swap_metrics(stats, self._model)
+        yield from speculation_metrics(stats, self._model)
 
     def _memory(self) -> Metric:
         gauge = GaugeMetricFamily(

@@ -75,6 +75,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
     return_token_ids: bool | None = None
+    speculative_tokens: int | None = None
     # Labels without effect.
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None

@@ -26,10 +26,13 @@ class Usage:
     num_prompts: int
     _prompt: dict[int, tuple[int, int]] = field(default_factory=dict)  # prompt -> (tokens, cached)
     _output: dict[int, int] = field(default_factory=dict)  # choice -> tokens
+    _drafts: dict[int, tuple[int, int]] = field(default_factory=dict)  # choice -> (verified, accepted)
 
     def add(self, prompt: int, choice: int, output: RequestOutput) -> None:
         """Take over an output's totals."""
         self._output[choice] = output.num_output_tokens
+        if output.num_draft_tokens:
+            self._drafts[choice] = output.num_draft_tokens, output.num_accepted_tokens
         if output.index == 0 or prompt not in self._prompt:
             self._prompt[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
 
@@ -37,12 +40,20 @@ class Usage:
         """The `usage` object."""
         prompt = sum(tokens for tokens, _ in self._prompt.values())
         completion = sum(self._output.values())
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt.values())},
         }
+        if self._drafts:
+            drafted = sum(drafted for drafted, _ in self._drafts.values())
+            accepted = sum(accepted for _, accepted in self._drafts.values())
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            }
+        return usage
 
 
 @dataclass(slots=True)

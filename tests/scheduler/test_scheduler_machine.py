@@ -19,6 +19,7 @@ FAMILIES = [[(7 * f + 13 * i) % 50 for i in range(40)] for f in range(2)]  # pro
 class SchedulerMachine(RuleBasedStateMachine):
     kind = "continuous"
     overlap = False
+    speculates = False  # in every life; in others now and then
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -48,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int,
     ) -> None:
         budget = max_num_seqs + spare_budget
+        if self.speculates:
+            num_blocks, budget, num_drafts = num_blocks + 6, budget + 8, max(num_drafts, 2)
         self.harness = Harness(
             num_blocks,
             vocab=11,
@@ -117,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt=salt,
             eos=[3] if eos else [],
             prompt_logprobs=prompt_logprobs,
-            speculative_tokens=speculative_tokens,
+            speculative_tokens=(speculative_tokens or 2) if self.speculates else speculative_tokens,
         )
         self.num_groups += 1
         known = len(self.living())
@@ -236,6 +239,14 @@ class OverlapMachine(SchedulerMachine):
     overlap = True
 
 
+class SpeculatingMachine(SchedulerMachine):
+    speculates = True
+
+
+class SpeculatingOverlapMachine(SpeculatingMachine):
+    overlap = True
+
+
 class StaticMachine(SchedulerMachine):
     kind = "static"
 
@@ -244,5 +255,9 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 TestOverlapMachine = OverlapMachine.TestCase
 TestOverlapMachine.settings = TestSchedulerMachine.settings
+TestSpeculatingMachine = SpeculatingMachine.TestCase
+TestSpeculatingMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSpeculatingOverlapMachine = SpeculatingOverlapMachine.TestCase
+TestSpeculatingOverlapMachine.settings = TestSpeculatingMachine.settings
 TestStaticMachine = StaticMachine.TestCase
 TestStaticMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
