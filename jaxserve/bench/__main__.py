@@ -14,6 +14,7 @@ from jaxserve.bench.peers import command as peers_command
 from jaxserve.bench.picture import require_matplotlib
 from jaxserve.bench.pressure import command as pressure_command
 from jaxserve.bench.soak import command as soak_command
+from jaxserve.bench.speculation import command as speculation_command
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.progress import BarProgress, Progress
@@ -177,6 +178,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     peers_command.add_command(commands)
     pressure_command.add_command(commands)
     soak_command.add_command(commands)
+    speculation_command.add_command(commands)
     return parser.parse_args(arguments)
 
 
@@ -386,6 +388,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "swap": _measure_swap,
     "pressure": pressure_command.measure,
     "soak": soak_command.measure,
+    "speculation": speculation_command.measure,
     "quality": _measure_quality,
     "simulation": _measure_simulation,
 }

@@ -170,8 +170,8 @@ Speculative = Annotated[
     str | None,
     typer.Option(
         metavar="ngram",
-        help="Who proposes draft tokens, which steps verify as many at a time as pay [default: nobody]. ngram: what came "
-        "behind the last few tokens earlier in prompt or output.",
+        help="Who proposes draft tokens, which steps verify as many at a time as pay [default: nobody]. ngram: what "
+        "came behind the last few tokens earlier in prompt or output.",
         rich_help_panel=PANEL,
     ),
 ]

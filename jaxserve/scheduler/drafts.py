@@ -9,8 +9,9 @@ from jaxserve.request import Request
 from jaxserve.stats import SpeculationStats
 
 _PRIOR = 0.5
-_SHARE = 0.1  # of a request's acceptance that its newest draft decides
-_SHARE_OF_ALL = 0.02  # ... of that of all requests, with which a newcomer begins
+_FADE = 0.9  # weight of a draft after one more of its request
+_PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all requests counts for beside those of one
+_SHARE_OF_ALL = 0.02  # of the acceptance of all requests that the newest draft decides
 
 
 @dataclass(slots=True)
@@ -19,11 +20,17 @@ class Proposal:
 
     Attributes:
       token_ids: drafts, whether they are verified in the end or not.
-      acceptance: chance of a draft to be accepted when those before it are, learned from what came.
+      num_tried, num_right: drafts that were compared with what came, and those that were it; older ones fade.
     """
 
     token_ids: tuple[int, ...] = ()
-    acceptance: float = _PRIOR
+    num_tried: float = 0.0
+    num_right: float = 0.0
+
+    def count(self, is_right: bool) -> None:
+        """A draft was compared with what came."""
+        self.num_tried = _FADE * self.num_tried + 1.0
+        self.num_right = _FADE * self.num_right + is_right
 
 
 @dataclass(slots=True)
@@ -58,6 +65,11 @@ class Drafts:
         proposal = self._proposals.get(request_id)
         return proposal if proposal and proposal.token_ids else None
 
+    def acceptance(self, proposal: Proposal) -> float:
+        """Chance of a draft to be accepted when those before it are: the request's, and at first that of all."""
+        right = proposal.num_right + _PRIOR_WEIGHT * self._acceptance
+        return right / (proposal.num_tried + _PRIOR_WEIGHT)
+
     def verified(
         self, request: Request, drafts: Sequence[int], sampled: Sequence[int], num_kept: int
     ) -> None:
@@ -71,10 +83,10 @@ class Drafts:
         proposal = self._of(request.request_id)
         # Proposals that were left out count as well: what they would have met is known now.
         for draft, token in zip(proposal.token_ids, sampled, strict=False):
-            accepted = float(draft == token)
-            proposal.acceptance += _SHARE * (accepted - proposal.acceptance)
-            self._acceptance += _SHARE_OF_ALL * (accepted - self._acceptance)
-            if not accepted:
+            is_right = draft == token
+            proposal.count(is_right)
+            self._acceptance += _SHARE_OF_ALL * (is_right - self._acceptance)
+            if not is_right:
                 break
         proposal.token_ids = ()
         if drafts:
@@ -95,5 +107,5 @@ class Drafts:
     def _of(self, request_id: str) -> Proposal:
         proposal = self._proposals.get(request_id)
         if proposal is None:
-            proposal = self._proposals[request_id] = Proposal(acceptance=self._acceptance)
+            proposal = self._proposals[request_id] = Proposal()
         return proposal

@@ -311,7 +311,9 @@ class Scheduler(BaseScheduler):
             if proposal := self._drafts.proposed(request.request_id):
                 proposed.append((request.request_id, proposal.token_ids))
                 is_fixed = request.params.speculative_tokens is not None
-                candidates.append(Candidate(len(proposal.token_ids), proposal.acceptance, is_fixed))
+                candidates.append(
+                    Candidate(len(proposal.token_ids), self._drafts.acceptance(proposal), is_fixed)
+                )
         if not candidates:
             return {}
         limit = self._config.max_num_batched_tokens

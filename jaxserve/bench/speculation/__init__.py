@@ -1,0 +1,1 @@
+"""What speculative decoding is worth, on texts that repeat their input and on open chat."""

@@ -1,0 +1,61 @@
+"""The number of drafts that makes a step yield most tokens a second, against trying all numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
+
+CANDIDATES = st.lists(
+    st.builds(Candidate, st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.5, 0.6, 0.9, 1.0]), st.booleans()),
+    max_size=4,
+)
+
+
+def yielded(candidates: list[Candidate], lengths: tuple[int, ...] | list[int], num_rows: int) -> float:
+    gains = (
+        c.acceptance**place
+        for c, length in zip(candidates, lengths, strict=True)
+        for place in range(1, length + 1)
+    )
+    return num_rows + sum(gains)
+
+
+@settings(max_examples=200)
+@given(CANDIDATES, st.integers(0, 12), st.integers(0, 5), st.lists(st.floats(0, 1), min_size=17, max_size=17))
+def test_no_choice_is_much_better(
+    candidates: list[Candidate], room: int, more_rows: int, steps: list[float]
+) -> None:
+    times = list(itertools.accumulate(steps, initial=0.3))  # any steps time, as long as it never falls
+    num_rows = len(candidates) + more_rows
+    lengths = best_lengths(candidates, room=room, num_rows=num_rows, seconds=lambda count: times[count])
+    assert sum(lengths) <= room
+    assert all(0 <= length <= c.num_drafts for c, length in zip(candidates, lengths, strict=True))
+    left = room
+    for c, length in zip(candidates, lengths, strict=True):
+        if c.is_fixed:
+            assert length == min(c.num_drafts, left)
+            left -= length
+    rate = yielded(candidates, lengths, num_rows) / times[sum(lengths)] if num_rows else 0.0
+    choices = [
+        [length] if c.is_fixed else range(c.num_drafts + 1)
+        for c, length in zip(candidates, lengths, strict=True)
+    ]
+    for other in itertools.product(*choices):
+        if sum(other) <= room and num_rows:
+            assert yielded(candidates, other, num_rows) / times[sum(other)] <= 1.021 * rate
+
+
+def test_what_is_not_known_is_not_risked() -> None:
+    free, fixed = Candidate(3, 1.0), Candidate(2, 0.0, is_fixed=True)
+    assert best_lengths([free, fixed], room=9, num_rows=2, seconds=lambda count: None) == [0, 2]
+
+
+@pytest.mark.parametrize(("cost", "want"), [(0.0, 3), (1.0, 0)])
+def test_padding_is_free_and_rows_that_cost_too_much_are_not_taken(cost: float, want: int) -> None:
+    candidates = [Candidate(3, 0.5)]
+    assert best_lengths(candidates, room=9, num_rows=1, seconds=lambda count: 1 + cost * count) == [want]
