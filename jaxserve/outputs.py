@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jaxserve.request import FinishReason, Request
 
 
@@ -55,11 +57,10 @@ class ModelRunnerOutput:
     transfers: BlockTransfers = BlockTransfers()
 
 
-# These two are not frozen: there is one per running sequence and step, and freezing makes construction several times
-# as slow.
-@dataclass(slots=True)
-class RequestUpdate:
-    """What one step did to one request, as the scheduler accepted it. Nobody changes it afterwards.
+# These two are structs and no dataclasses: there is one per running sequence and step, and they are made three times
+# as fast.
+class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
+    """What one step did to one request, as the scheduler accepted it.
 
     `new_token_ids` may be empty (a prefill chunk with prompt logprobs, or an end without a token).
     `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.
@@ -72,10 +73,8 @@ class RequestUpdate:
     error: str | None = None
 
 
-@dataclass(slots=True)
-class RequestOutput:
-    """What is new about one choice of a `GenerationRequest`. Deltas: joined, they are the whole answer. Nobody changes
-    one afterwards.
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
+    """What is new about one choice of a `GenerationRequest`. Deltas: joined, they are the whole answer.
 
     Attributes:
       request_id, index: which request, which of its n choices.

@@ -269,6 +269,7 @@ class Request:
         speculates.
       num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and those of them in its output.
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
+      admitted_step: step of its latest admission; results of steps before it are stale.
       slot: row of the device's per-request sampling state while RUNNING, else None.
     """
 
@@ -297,6 +298,7 @@ class Request:
     num_accepted_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    admitted_step: int = -1
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets
@@ -89,7 +90,7 @@ class _ShiftedRunner:
         shifted = dataclasses.replace(
             plan,
             scheduled=tuple(
-                dataclasses.replace(
+                msgspec.structs.replace(
                     item, new_block_ids=tuple(block_id + by for block_id in item.new_block_ids)
                 )
                 for item in plan.scheduled

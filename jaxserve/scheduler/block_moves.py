@@ -24,9 +24,10 @@ class BlockMoves:
 
     def handed_out(self, block_ids: Iterable[int]) -> None:
         """Blocks have a new holder: what was to come into them for one who has lost them again in the same plan."""
-        for block_id in block_ids:
-            self.ins.pop(block_id, None)
-            self.copies.pop(block_id, None)
+        if self.ins or self.copies:
+            for block_id in block_ids:
+                self.ins.pop(block_id, None)
+                self.copies.pop(block_id, None)
 
     def take_out(self, device: int, host: int) -> None:
         """Only the last content that is to go to a host block does: nobody can read the others any more."""

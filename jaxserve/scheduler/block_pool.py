@@ -72,15 +72,17 @@ class BlockPool:
         if not 0 <= count <= len(self._free):
             raise ValueError(f"asked for {count} KV blocks, {len(self._free)} are free")
         taken = []
+        free, digests, ref_counts = self._free, self._digests, self._ref_counts
         for _ in range(count):
-            block_id, _ = self._free.popitem(last=False)
-            digest = self._digests[block_id]
+            block_id, _ = free.popitem(last=False)
+            digest = digests[block_id]
             if digest is not None:
-                self.unregister(block_id)
+                del self._block_of[digest]
+                digests[block_id] = None
                 self.evictions += 1
                 if self._on_evict is not None:
                     self._on_evict(block_id, digest)
-            self._ref_counts[block_id] = 1
+            ref_counts[block_id] = 1
             taken.append(block_id)
         return taken
 
@@ -105,15 +107,16 @@ class BlockPool:
         Raises:
           ValueError: a block is held by nobody (freed twice).
         """
+        free, digests, ref_counts = self._free, self._digests, self._ref_counts
         for block_id in reversed(block_ids):
-            count = self._ref_counts[block_id] - 1
+            count = ref_counts[block_id] - 1
             if count < 0:
                 raise ValueError(f"KV block {block_id} was freed twice")
-            self._ref_counts[block_id] = count
+            ref_counts[block_id] = count
             if count == 0:
-                self._free[block_id] = None
-                if self._digests[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                free[block_id] = None
+                if digests[block_id] is None:
+                    free.move_to_end(block_id, last=False)
 
     def lookup(self, digest: bytes) -> int | None:
         """The block that holds this prefix, or None. Takes no reference."""

@@ -54,9 +54,7 @@ class HostSwap:
 
     def evicted(self, block_id: int, digest: bytes) -> None:
         """A cached block is about to be handed to somebody: last chance to keep its content."""
-        if (
-            not self.is_on or block_id in self.moves.ins
-        ):  # that one is still to come, from the tier, which has it
+        if block_id in self.moves.ins:  # still to come, from the tier, which has it
             return
         if not self.tier.is_pinned(digest) and not self._is_worth_keeping():
             return

@@ -71,7 +71,10 @@ class KVCacheManager:
         self.swap = swap or HostSwap.off()
         self.shares_prefixes = enable_prefix_caching
         self.pool = BlockPool(
-            num_blocks, block_size, enable_prefix_caching or self.swap.is_on, self.swap.evicted
+            num_blocks,
+            block_size,
+            enable_prefix_caching or self.swap.is_on,
+            self.swap.evicted if self.swap.is_on else None,
         )
         self.block_size = block_size
         self._tables: dict[str, _Table] = {}
@@ -108,30 +111,31 @@ class KVCacheManager:
             return shared, in_host
         count = limit // self.block_size
         for index in range(count):
-            block_id = self.pool.lookup(self._digest(request, index))
+            block_id = self.pool.lookup(self._digests(request, index + 1)[index])
             if block_id is None:
                 break
             shared.append(block_id)
         if self.swap.is_on:
             for index in range(len(shared), count):
-                digest = self._digest(request, index)
+                digest = self._digests(request, index + 1)[index]
                 if self.swap.tier.lookup(digest) is None:
                     break
                 in_host.append(digest)
         return shared, in_host
 
-    def _digest(self, request: Request, index: int) -> bytes:
+    def _digests(self, request: Request, count: int) -> list[bytes]:
+        """Of the first `count` blocks, or of more if they are known."""
         chain = self._chains.get(request.request_id)
         if chain is None:
             salt = request.cache_salt
             root = root_digest(salt) if self.shares_prefixes else private_root_digest(salt, request.group_id)
             chain = self._chains[request.request_id] = _DigestChain(root)
-        digests = chain.digests
-        while len(digests) <= index:
-            start = len(digests) * self.block_size
-            previous = digests[-1] if digests else chain.root
-            digests.append(block_digest(previous, request.token_ids(start, start + self.block_size)))
-        return digests[index]
+        digests, size = chain.digests, self.block_size
+        previous = digests[-1] if digests else chain.root
+        for start in range(len(digests) * size, count * size, size):
+            previous = block_digest(previous, request.token_ids(start, start + size))
+            digests.append(previous)
+        return digests
 
     def num_blocks_of(self, request_id: str) -> int:
         """Blocks in a request's table, those included that others hold as well."""
@@ -181,15 +185,9 @@ class KVCacheManager:
         """What must move before the step that is being planned. To be called when there will be such a step."""
         return self.swap.end_plan()
 
-    def lacking(self, requests: Iterable[Request]) -> list[Request]:
-        """Those whose table is too short for all their tokens, pending ones included."""
-        tables, block_size = self._tables, self.block_size
-        return [
-            request
-            for request in requests
-            if len(tables[request.request_id].block_ids) * block_size
-            < len(request.prompt_token_ids) + len(request.output_token_ids) + request.num_pending_tokens
-        ]
+    def room_of(self, request_id: str) -> int:
+        """Tokens that a request's table has room for."""
+        return len(self._tables[request_id].block_ids) * self.block_size
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Lengthen a table to hold `num_tokens` tokens. False, and no change, when too few blocks are free."""
@@ -226,16 +224,18 @@ class KVCacheManager:
         table = self._tables[request_id]
         return tuple(table.block_ids[table.num_taken :])
 
-    def commit(self, request: Request) -> None:
-        """Offer every full block that is computed by now to the prefix table."""
+    def commit(self, requests: Iterable[Request]) -> None:
+        """Offer every full block of theirs that is computed by now to the prefix table."""
         if not self.shares_prefixes:
             return
-        table = self._tables[request.request_id]
-        full = request.num_computed_tokens // self.block_size
-        while table.num_registered < full:
-            index = table.num_registered
-            self.pool.register(self._digest(request, index), table.block_ids[index])
-            table.num_registered += 1
+        for request in requests:
+            table = self._tables[request.request_id]
+            full = request.num_computed_tokens // self.block_size
+            if table.num_registered < full:
+                digests = self._digests(request, full)
+                for index in range(table.num_registered, full):
+                    self.pool.register(digests[index], table.block_ids[index])
+                table.num_registered = full
 
     def free(self, request_id: str) -> None:
         """Drop the table and its references."""
@@ -249,7 +249,7 @@ class KVCacheManager:
         if not self.swap.is_on:
             return
         full = request.num_computed_tokens // self.block_size
-        digests = [self._digest(request, index) for index in range(full)]
+        digests = self._digests(request, full)[:full]
         if not self.swap.keep(request.request_id, digests):
             return
         if not self.shares_prefixes:  # else they have been offered to the prefix table as they became full
@@ -341,7 +341,7 @@ class KVCacheManager:
         for index, block_id in enumerate(table):
             digest = self.pool.digest(block_id)
             if index < full:
-                assert digest is None or digest == self._digest(request, index), (
+                assert digest is None or digest == self._digests(request, full)[index], (
                     f"block {block_id} of {request.request_id} is in the prefix table for other tokens"
                 )
             else:

@@ -9,6 +9,7 @@ the rest to prefills as `policy.py` says. Blocks never move once tokens are bein
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
 from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.ageing import Ageing
-from jaxserve.scheduler.base import BaseScheduler, Entry, tokens_to_compute
+from jaxserve.scheduler.base import BaseScheduler, Entry, key_of, tokens_to_compute
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
 from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
@@ -86,6 +87,8 @@ class Scheduler(BaseScheduler):
                 continue
             known = request.num_tokens
             held = self._kv.grow_towards(request.request_id, known + most, spare=len(self._running))
+            if held != entry.room:
+                entry.room, entry.has_new_blocks = held, True
             if held > known:
                 assert request.slot is not None
                 new_block_ids = self._kv.new_block_ids(request.request_id)
@@ -103,10 +106,11 @@ class Scheduler(BaseScheduler):
         self._preempted = []
         self._forecast.changed()
         self._promote_aged()
-        self._grow_running()
+        decoding, prefills = self._walk_running()
         if self._may_admit():
-            self._admit_waiting()
-        scheduled = self._divide_budget()
+            started = self._admit_waiting(len(decoding), prefills)
+            decoding, prefills = self._after_admission(decoding, prefills, started)
+        scheduled = self._divide_budget(decoding, prefills)
         # A plan without rows is never run: what it should have moved goes with the next one.
         moves = self._kv.take_moves() if scheduled else BlockMoves()
         plan = SchedulerOutput(
@@ -151,13 +155,40 @@ class Scheduler(BaseScheduler):
             entry.key = (CLASS_RANKS[ServiceClass.INTERACTIVE], _PROMOTED, turn, entry.key[3])
             self._push(queue, entry)
 
-    # Stage 1: blocks for those that run.
+    # Stage 1: those that run.
 
-    def _grow_running(self) -> None:
-        for request in self._kv.lacking(entry.request for entry in self._running):
-            needed = request.num_planned_tokens + request.num_unplanned_tokens
-            while request.status is RequestStatus.RUNNING and not self._kv.grow(request.request_id, needed):
-                self._preempt(self._running[-1])  # itself, when it is the last
+    def _walk_running(self) -> tuple[list[Entry], list[Entry]]:
+        """The only walk through all that runs, in order: those that lack a block get one.
+
+        Returns those that decode, and those that have more than one token left.
+        """
+        decoding: list[Entry] = []
+        prefills: list[Entry] = []
+        for entry in self._running:  # which may lose its last ones meanwhile
+            request = entry.request
+            pending = request.num_pending_tokens
+            outputs = len(request.output_token_ids) + pending
+            if request.awaits_result or (pending and outputs >= request.max_tokens):
+                continue  # see `Request.num_unplanned_tokens`
+            known = len(request.prompt_token_ids) + outputs
+            if known > entry.room and not self._grow(entry, known):
+                break
+            if known - request.num_planned_tokens == 1:
+                decoding.append(entry)
+            else:
+                prefills.append(entry)
+        return decoding, prefills
+
+    def _grow(self, entry: Entry, num_tokens: int) -> bool:
+        """Lengthen a block table, at the cost of those behind. False where none of them was enough: it waits now."""
+        request_id = entry.request.request_id
+        while not self._kv.grow(request_id, num_tokens):
+            last = self._running[-1]
+            self._preempt(last)
+            if last is entry:
+                return False
+        entry.room, entry.has_new_blocks = self._kv.room_of(request_id), True
+        return True
 
     def _preempt(self, entry: Entry) -> None:
         """Make room for others. Where the host tier keeps its full blocks, they are found there after that."""
@@ -176,9 +207,11 @@ class Scheduler(BaseScheduler):
             return False
         return bool(self._free_slots) or self._may_take_a_place(self._entries[min(heads)[1]])
 
-    def _admit_waiting(self) -> None:
-        budgets = self._prefill_budgets()
+    def _admit_waiting(self, num_decodes: int, prefills: list[Entry]) -> list[Entry]:
+        """Start what there is room for beside so many rows that decode, and prompts under way."""
+        budgets = self._prefill_budgets(num_decodes, prefills)
         long_open = True
+        started: list[Entry] = []
         while True:
             first_long = self._long_queue.peek() if long_open else None
             first_short = self._short_queue.peek()
@@ -187,7 +220,7 @@ class Scheduler(BaseScheduler):
                 if not budgets[first_short[0][0]].admits_short(long_waits=long_waits):
                     first_short = None
             if not first_short and not first_long:
-                return
+                return started
             from_long = not first_short or (first_long is not None and first_long < first_short)
             head = first_long if from_long else first_short
             assert head is not None
@@ -195,9 +228,9 @@ class Scheduler(BaseScheduler):
             request = entry.request
             budget = budgets[entry.key[0]]
             if not self._free_slots and not self._may_take_a_place(entry):
-                return
+                return started
             if request in self._preempted:
-                return  # it just made room for others
+                return started  # it just made room for others
             source = self._siblings.source_for(request)
             limit = self._reuse_limit(entry)
             may_fork = limit >= request.num_prompt_tokens - 1
@@ -220,7 +253,8 @@ class Scheduler(BaseScheduler):
                 continue
             is_first = request.num_cached_tokens is None
             if not self._admit(entry, reuse):
-                return  # nobody behind may take the blocks that the head waits for
+                return started  # nobody behind may take the blocks that the head waits for
+            started.append(entry)
             budget.add(entry.key, num_uncomputed)
             if entry.key[0] < BACKGROUND:
                 budgets[BACKGROUND].give_way(num_uncomputed)
@@ -231,16 +265,31 @@ class Scheduler(BaseScheduler):
                 self._counters.prefix_cache_hits += reuse.num_tokens
                 self._kv.swap.count_hits(len(reuse.host_digests) * self._kv.block_size)
 
-    def _prefill_budgets(self) -> tuple[PrefillBudget, PrefillBudget]:
+    def _after_admission(
+        self, decoding: list[Entry], prefills: list[Entry], started: list[Entry]
+    ) -> tuple[list[Entry], list[Entry]]:
+        """Without those whose places were taken, and with those who have started, in order."""
+        if self._preempted:
+            runs = RequestStatus.RUNNING
+            decoding = [entry for entry in decoding if entry.request.status is runs]
+            prefills = [entry for entry in prefills if entry.request.status is runs]
+            started = [entry for entry in started if entry.request.status is runs]
+        for entry in started:
+            peers = decoding if entry.request.num_unplanned_tokens == 1 else prefills
+            bisect.insort(peers, entry, key=key_of)
+        return decoding, prefills
+
+    def _prefill_budgets(
+        self, num_decodes: int, prefills: list[Entry]
+    ) -> tuple[PrefillBudget, PrefillBudget]:
         """By class; the second has what the first leaves."""
-        unplanned = [(entry.key, entry.request.num_unplanned_tokens) for entry in self._running]
-        left = self._config.max_num_batched_tokens - sum(1 for _, count in unplanned if count == 1)
+        left = self._config.max_num_batched_tokens - num_decodes
         budgets = PrefillBudget(self._policy, left), PrefillBudget(self._policy, left)
-        for key, count in unplanned:
-            if count > 1:
-                budgets[key[0]].add(key, count)
-                if key[0] < BACKGROUND:
-                    budgets[BACKGROUND].give_way(count)
+        for entry in prefills:
+            key, count = entry.key, entry.request.num_unplanned_tokens
+            budgets[key[0]].add(key, count)
+            if key[0] < BACKGROUND:
+                budgets[BACKGROUND].give_way(count)
         return budgets
 
     def _reuse_limit(self, entry: Entry) -> int:
@@ -279,15 +328,7 @@ class Scheduler(BaseScheduler):
 
     # Stage 3: tokens.
 
-    def _divide_budget(self) -> tuple[ScheduledRequest, ...]:
-        decoding: list[Entry] = []
-        prefills: list[Entry] = []
-        for entry in self._running:
-            unplanned = entry.request.num_unplanned_tokens
-            if unplanned == 1:
-                decoding.append(entry)
-            elif unplanned:
-                prefills.append(entry)
+    def _divide_budget(self, decoding: list[Entry], prefills: list[Entry]) -> tuple[ScheduledRequest, ...]:
         drafts = self._choose_drafts(decoding, prefills) if self._drafts.most else {}
         decodes = [self._scheduled(e, 1, drafts.get(e.request.request_id, ())) for e in decoding]
         if not prefills:
@@ -502,8 +543,8 @@ class Scheduler(BaseScheduler):
         for request_id in self._siblings.stopped(entry.request):
             self._enqueue(self._entries[request_id])
 
-    def _on_prompt_computed(self, entry: Entry) -> None:
-        for request_id in self._siblings.prompt_computed(entry.request.group_id):
+    def _on_prompt_computed(self, request: Request) -> None:
+        for request_id in self._siblings.prompt_computed(request.group_id):
             # A fork leaves it one token to compute, however long the prompt is.
             self._push(self._short_queue, self._entries[request_id])
 

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, OverloadedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import FinishReason, GenerationRequest
@@ -415,7 +417,7 @@ def join_outputs(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
 def _join(group: list[RequestOutput]) -> RequestOutput:
     has_logprobs = any(output.logprobs is not None for output in group)
     prompt_logprobs = [output.prompt_logprobs for output in group if output.prompt_logprobs is not None]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         group[-1],
         text="".join(output.text for output in group),
         token_ids=[token for output in group for token in output.token_ids],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -421,7 +421,7 @@ def test_what_is_remembered_by_slot_is_what_a_newcomer_would_be_told(
         if plan.scheduled:
             batch = builder.build(plan)
             told = [
-                dataclasses.replace(
+                msgspec.structs.replace(
                     row,
                     is_new=True,
                     new_block_ids=tuple(harness.runner.table(row)),

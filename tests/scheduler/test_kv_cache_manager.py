@@ -14,7 +14,7 @@ def admitted(kv: KVCacheManager, request: Request, source: Request | None = None
     reuse = kv.find_reusable(request, limit=request.num_tokens, source=source)
     kv.admit(request, reuse, request.num_tokens)
     request.num_computed_tokens = request.num_tokens
-    kv.commit(request)
+    kv.commit([request])
     return request
 
 
@@ -93,7 +93,7 @@ def test_a_block_is_registered_when_full_and_no_earlier() -> None:
     kv.admit(request, Reuse(), 11)
     for computed, cached in ((3, 0), (4, 1), (7, 1), (8, 2), (11, 2)):
         request.num_computed_tokens = computed
-        kv.commit(request)
+        kv.commit([request])
         assert kv.pool.num_cached == cached
 
 
