@@ -306,7 +306,8 @@ class BaseScheduler:
                     f"{len(sampled)} tokens, {due} due"
                 )
             computed = start + item.num_scheduled_tokens
-            accepted, reason = [], None
+            accepted: list[int] = []
+            reason = None
             if samples:
                 accepted, reason, stop_reason = _until_end(request, sampled)
                 request.output_token_ids += accepted
