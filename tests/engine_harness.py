@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -198,7 +199,7 @@ def serve(
     runner = ModelRunner(
         model,
         config,
-        params,
+        jax.tree.map(lambda leaf: leaf, params),  # the runner empties its own
         attention=choose_attention(model, config),
         num_blocks=num_blocks + SOLO_SEQUENCES * config.max_blocks_per_seq,
         buckets=buckets,

@@ -74,7 +74,7 @@ class ModelRunner:
     """Runs plans. One thread at a time.
 
     Args:
-      params: nested pure dict of device arrays, keyed like `WeightSpec.path`.
+      params: nested pure dict of device arrays, keyed like `WeightSpec.path`; it is emptied, see `fill_params`.
       attention: the backend that attention runs on.
       num_blocks: usable KV blocks (the sink comes on top).
       buckets: all shapes there will be.

@@ -1,28 +1,47 @@
-"""How float matrices are applied."""
+"""How float matrices are applied: by XLA, or on a CPU in C++, and then how they lie in memory."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+from flax import nnx
 
-from jaxserve.models.layers import Product, project
+from jaxserve.models.layers import Linear
 from pallas_kernels.linear import cpu_native
 from pallas_kernels.paged_attention import Backend
 
+# The name of a matrix in panels among a module's parameters; `fill_params` makes it from "kernel".
+PANELS = "kernel_panels"
 
-def choose_product(attention: Backend, *, deterministic: bool) -> Product:
-    """XLA's own, but for few tokens where native code runs, which attention's backend shows.
 
-    Not in deterministic mode: the two round differently, and a token's bits must not depend on how many there are.
+class PanelLinear(nnx.Module):
+    """`Linear` with its matrix as `cpu_native.to_panels` turns it. [..., in] -> [..., out]."""
+
+    def __init__(self, linear: Linear):
+        self.kernel_panels = nnx.Param(cpu_native.to_panels(linear.kernel[...]))
+        self.use_bias = linear.use_bias
+        if linear.use_bias:
+            self.bias = linear.bias
+
+    def __call__(self, x_TI: jax.Array) -> jax.Array:
+        y_TO = cpu_native.project_panels(x_TI, self.kernel_panels[...])
+        return y_TO + self.bias[...] if self.use_bias else y_TO
+
+
+def choose_products(model: Any, attention: Backend) -> Any:
+    """`model` with C++ products in the place of XLA's where native code runs, which attention's backend shows.
+
+    A layer's matrices become panels where their rows allow it. The output head stays as it is, since a tied one is the
+    embedding as well. Models need not know.
     """
-    return _native_for_few_tokens if attention.name == "cpu-native" and not deterministic else project
-
-
-def _native_for_few_tokens(
-    x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | None = None
-) -> jax.Array:
-    if cpu_native.is_faster(math.prod(x_TI.shape[:-1]), x_TI.dtype):
-        return cpu_native.project(x_TI, kernel_OI, out_dtype=out_dtype)
-    return project(x_TI, kernel_OI, out_dtype=out_dtype)
+    if attention.name == "cpu-native":
+        for layer in model.layers:
+            for _, module in list(nnx.iter_modules(layer)):
+                for name, child in list(vars(module).items()):
+                    if isinstance(child, Linear) and child.kernel.shape[0] % cpu_native.PANEL == 0:
+                        setattr(module, name, PanelLinear(child))
+        for _, module in nnx.iter_modules(model):
+            if hasattr(module, "project"):
+                module.project = cpu_native.project
+    return model

@@ -19,7 +19,7 @@ from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
-from jaxserve.device.products import choose_product
+from jaxserve.device.products import choose_products
 from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
 from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_step, step_parts
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
@@ -77,7 +77,7 @@ def describe_programs(
         dtype=jnp.dtype(config.dtype),
         deterministic=config.deterministic,
         quantization=config.quantization,
-        product=choose_product(attention, deterministic=config.deterministic),
+        change=partial(choose_products, attention=attention),
     )
     state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
     params, state = _placed((params, state), sharding)

@@ -7,7 +7,7 @@ never transposes. Norms compute in float32 whatever the weights' dtype is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -64,14 +64,6 @@ def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | Non
 
 def _scaled_normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> jax.Array:
     return (jax.random.normal(rngs.params(), shape, jnp.float32) * scale).astype(dtype)
-
-
-def use_product(model: Any, product: Product) -> Any:
-    """`model` with `product` in the place of `project` wherever a matrix is applied, so that models need not know."""
-    for _, module in nnx.iter_modules(model):
-        if hasattr(module, "project"):
-            module.project = product
-    return model
 
 
 class Linear(nnx.Module):

@@ -1,4 +1,4 @@
-"""``x @ kernel.T`` of few tokens on a CPU in C++ (`cpu_native.h`), called by XLA programs as a foreign function.
+"""``x @ kernel.T`` on a CPU in C++ (`cpu_native.h`), called by XLA programs as a foreign function.
 
 XLA's own products of 2 to 32 rows read the matrix at a third of the memory's speed, or less.
 """
@@ -10,22 +10,20 @@ import jax.numpy as jnp
 
 from pallas_kernels.native import library
 
+PANEL = 16  # rows of a matrix that lie together, column by column
+
 _TARGETS = {
     ("float32", "float32"): "linear_float32_float32",
     ("bfloat16", "bfloat16"): "linear_bfloat16_bfloat16",
     ("bfloat16", "float32"): "linear_bfloat16_float32",
 }
-# From there on XLA's own is as fast or faster, as measured on 2 cores of Zen 3.
-_MOST_TOKENS = {"float32": 32, "bfloat16": 8}
-
-
-def is_faster(num_tokens: int, dtype: jnp.dtype) -> bool:
-    """Whether `project` is the better way for so many rows of `x`."""
-    return num_tokens <= _MOST_TOKENS.get(str(dtype), 0)
+_PANEL_TARGETS = {"float32": "linear_panels_float32", "bfloat16": "linear_panels_bfloat16"}
 
 
 def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """``x @ kernel.T``, summed in float32: [..., O], in x's dtype unless `out_dtype` is given.
+
+    A row's bits depend on that row and the kernel alone.
 
     Args:
       x_TI, kernel_OI: both float32, or both bfloat16.
@@ -40,3 +38,32 @@ def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | Non
     shape = (*x_TI.shape[:-1], kernel_OI.shape[0])
     call = jax.ffi.ffi_call(_TARGETS[dtypes], jax.ShapeDtypeStruct(shape, jnp.dtype(dtypes[1])))
     return call(x_TI, kernel_OI)
+
+
+def to_panels(kernel_OI: jax.Array) -> jax.Array:
+    """The matrix as `project_panels` wants it: [O / PANEL, I, PANEL].
+
+    Raises:
+      ValueError: its rows are no multiple of PANEL.
+    """
+    rows, columns = kernel_OI.shape
+    if rows % PANEL:
+        raise ValueError(f"{rows} rows are no multiple of {PANEL}")
+    return kernel_OI.reshape(rows // PANEL, PANEL, columns).swapaxes(1, 2)
+
+
+def project_panels(x_TI: jax.Array, kernel_PIR: jax.Array) -> jax.Array:
+    """As `project`, of a matrix that `to_panels` has turned beforehand: [..., O], in x's dtype.
+
+    Raises:
+      NotImplementedError: other dtypes, or the library can't be built here.
+    """
+    dtype = str(x_TI.dtype)
+    if x_TI.dtype != kernel_PIR.dtype or dtype not in _PANEL_TARGETS:
+        raise NotImplementedError(f"no product of {x_TI.dtype} and panels of {kernel_PIR.dtype}")
+    library.load()
+    panels, _, rows = kernel_PIR.shape
+    call = jax.ffi.ffi_call(
+        _PANEL_TARGETS[dtype], jax.ShapeDtypeStruct((*x_TI.shape[:-1], panels * rows), x_TI.dtype)
+    )
+    return call(x_TI, kernel_PIR)

@@ -23,7 +23,7 @@ def _operands(
 @given(
     seed=st.integers(0, 2**32 - 1),
     tokens=st.integers(1, 19),
-    ins=st.integers(1, 200),
+    ins=st.one_of(st.integers(1, 200), st.integers(2040, 4200)),
     outs=st.integers(1, 120),
     dtypes=st.sampled_from([("float32", None), ("bfloat16", None), ("bfloat16", jnp.dtype("float32"))]),
 )
@@ -40,12 +40,35 @@ def test_matches_float64(seed, tokens, ins, outs, dtypes) -> None:
         assert error.max() < 1e-6 * ins
 
 
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    tokens=st.integers(1, 19),
+    ins=st.one_of(st.integers(1, 200), st.integers(2040, 4200)),
+    panels=st.integers(1, 8),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_panels_give_the_bits_of_the_matrix(seed, tokens, ins, panels, dtype) -> None:
+    x, kernel, _ = _operands(seed, tokens, ins, panels * cpu_native.PANEL, dtype)
+    y = cpu_native.project_panels(x, cpu_native.to_panels(kernel))
+    assert y.dtype == x.dtype
+    np.testing.assert_array_equal(
+        y.astype(jnp.float32), cpu_native.project(x, kernel).astype(jnp.float32), strict=True
+    )
+
+
+def test_panels_hold_whole_rows() -> None:
+    with pytest.raises(ValueError, match="17 rows"):
+        cpu_native.to_panels(jnp.zeros((17, 8)))
+
+
+@pytest.mark.parametrize("ins", [579, 4099])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_token_does_not_depend_on_how_many_there_are(dtype: str) -> None:
-    """Bit for bit, across all tilings: few and many tokens, rows of the matrix that fill no tile."""
-    x, kernel, _ = _operands(0, 70, 579, 101, dtype)
+def test_a_token_does_not_depend_on_how_many_there_are(dtype: str, ins: int) -> None:
+    """Bit for bit, across all tilings: few and many tokens, rows of the matrix that fill no panel."""
+    x, kernel, _ = _operands(0, 300, ins, 101, dtype)
     together = np.asarray(cpu_native.project(x, kernel).astype(jnp.float32))
-    for tokens in (1, 2, 3, 4, 5, 7, 8, 33):
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 13, 33, 70, 299):
         alone = cpu_native.project(x[-tokens:], kernel).astype(jnp.float32)
         np.testing.assert_array_equal(alone, together[-tokens:])
 
@@ -72,4 +95,5 @@ def test_other_dtypes_are_refused(x_dtype: str, kernel_dtype: str) -> None:
     x, kernel = jnp.zeros((2, 8), x_dtype), jnp.zeros((3, 8), kernel_dtype)
     with pytest.raises(NotImplementedError, match="no product of"):
         cpu_native.project(x, kernel)
-    assert not cpu_native.is_faster(2, jnp.dtype("float16"))
+    with pytest.raises(NotImplementedError, match="no product of"):
+        cpu_native.project_panels(x, jnp.zeros((3, 8, cpu_native.PANEL), kernel_dtype))

@@ -1,6 +1,5 @@
-// The functions that compiled XLA programs call (XLA's foreign function interface).
+// Attention as functions that compiled XLA programs call (XLA's foreign function interface).
 
-#include "linear/cpu_native.h"
 #include "paged_attention/cpu_native.h"
 
 namespace ffi = xla::ffi;
@@ -23,15 +22,3 @@ namespace ffi = xla::ffi;
 
 PAGED_ATTENTION(paged_attention_float32, float, ffi::F32);
 PAGED_ATTENTION(paged_attention_bfloat16, native::Bfloat16, ffi::BF16);
-
-#define LINEAR(name, W, Y, InType, OutType)                                                              \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (native::linear::run<W, Y, ffi::Buffer<InType>, ffi::Buffer<OutType>>), \
-                                ffi::Ffi::Bind()                                                         \
-                                    .Ctx<ffi::ThreadPool>()                                              \
-                                    .Arg<ffi::Buffer<InType>>()                                          \
-                                    .Arg<ffi::Buffer<InType>>()                                          \
-                                    .Ret<ffi::Buffer<OutType>>())
-
-LINEAR(linear_float32_float32, float, float, ffi::F32, ffi::F32);
-LINEAR(linear_bfloat16_bfloat16, native::Bfloat16, native::Bfloat16, ffi::BF16, ffi::BF16);
-LINEAR(linear_bfloat16_float32, native::Bfloat16, float, ffi::BF16, ffi::F32);
