@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,17 @@ class PanelLinear(nnx.Module):
             self.bias = linear.bias
 
     def __call__(self, x_TI: jax.Array) -> jax.Array:
-        y_TO = cpu_native.project_panels(x_TI, self.kernel_panels[...])
-        return y_TO + self.bias[...] if self.use_bias else y_TO
+        [y_TO] = self.apply_all([self], x_TI)
+        return y_TO
+
+    @staticmethod
+    def apply_all(maps: Sequence[PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
+        """See `layers.apply_each`."""
+        products = cpu_native.project_panels(x_TI, [each.kernel_panels[...] for each in maps])
+        return tuple(
+            y_TO + each.bias[...] if each.use_bias else y_TO
+            for each, y_TO in zip(maps, products, strict=True)
+        )
 
 
 def choose_products(model: Any, attention: Backend) -> Any:

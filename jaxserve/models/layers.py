@@ -6,8 +6,8 @@ never transposes. Norms compute in float32 whatever the weights' dtype is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,14 @@ class Linear(nnx.Module):
         return y_TO + self.bias[...] if self.use_bias else y_TO
 
 
+def apply_each(maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
+    """Several linear maps of one input; together, if they are of one kind that has `apply_all`."""
+    kind = type(maps[0])
+    if hasattr(kind, "apply_all") and all(type(each) is kind for each in maps):
+        return tuple(kind.apply_all(maps, x_TI))
+    return tuple(each(x_TI) for each in maps)
+
+
 class Embedding(nnx.Module):
     """Token table; `embedding` is [V, D]."""
 
@@ -137,4 +145,5 @@ class GatedMLP(nnx.Module):
         self.activation = activation(hidden_act)
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
-        return self.down_proj(self.activation(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate_TI, up_TI = apply_each((self.gate_proj, self.up_proj), x_TD)
+        return self.down_proj(self.activation(gate_TI) * up_TI)

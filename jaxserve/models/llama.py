@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import ModelConfig
-from jaxserve.models.layers import Embedding, GatedMLP, Linear, Product, RMSNorm, project
+from jaxserve.models.layers import Embedding, GatedMLP, Linear, Product, RMSNorm, apply_each, project
 from jaxserve.models.registry import WeightSpec
 from jaxserve.models.rope import apply_rope, rope_cos_sin, rope_frequencies
 
@@ -47,9 +47,8 @@ class LlamaAttention(nnx.Module):
         attend: AttendFn,
     ) -> tuple[jax.Array, Any]:
         tokens = x_TD.shape[0]
-        q_THd = self.q_proj(x_TD).reshape(tokens, self.num_heads, self.head_dim)
-        k_TKd = self.k_proj(x_TD).reshape(tokens, self.num_kv_heads, self.head_dim)
-        v_TKd = self.v_proj(x_TD).reshape(tokens, self.num_kv_heads, self.head_dim)
+        projected = apply_each((self.q_proj, self.k_proj, self.v_proj), x_TD)
+        q_THd, k_TKd, v_TKd = (each.reshape(tokens, -1, self.head_dim) for each in projected)
         q_THd, k_TKd = apply_rope(q_THd, *cos_sin), apply_rope(k_TKd, *cos_sin)
         out_THd, kv_cache = attend(layer, q_THd, k_TKd, v_TKd, kv_cache)
         return self.o_proj(out_THd.reshape(tokens, self.num_heads * self.head_dim)), kv_cache

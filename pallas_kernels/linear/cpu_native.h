@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "linear/panels.h"
@@ -17,7 +18,7 @@ namespace native::linear {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kTaskPanels = 3;
+constexpr int64_t kTaskRows = 3 * kPanel;  // of W that a task takes
 
 inline void widen(const Bfloat16* from, int64_t count, float* to) {
   const int64_t whole = count / kLanes * kLanes;
@@ -25,65 +26,83 @@ inline void widen(const Bfloat16* from, int64_t count, float* to) {
   for (int64_t i = whole; i < count; ++i) to[i] = widened(from[i]);
 }
 
-template <typename W, typename Y>
-struct Problem {
-  const float* x;  // [tokens, in]
-  const W* w;      // [out, in], or as panels [out / 16, in, 16]
-  Y* y;            // [tokens, out]
-  int64_t tokens, in, out;
+// What matrices are multiplied with.
+struct Tokens {
+  const float* x;  // [count, in]
+  int64_t count, in;
+  std::shared_ptr<std::vector<float>> wide;  // owns x, if it had to be widened
 };
 
-// Shares out the panels; `multiply(problem, first row of W, rows)` does one.
-template <typename W, typename Y, typename In, typename Out, typename Multiply>
-ffi::Error run_problem(ffi::ThreadPool pool, In x, In w, ffi::Result<Out> y, Problem<W, Y> p, Multiply multiply) {
-  if (p.out == 0) return ffi::Error::Success();
-  p.w = reinterpret_cast<const W*>(w.untyped_data());
-  p.y = reinterpret_cast<Y*>(y->untyped_data());
-  p.tokens = int64_t(y->element_count()) / p.out;
-  auto given = reinterpret_cast<const W*>(x.untyped_data());
-  std::shared_ptr<std::vector<float>> wide;
-  if constexpr (std::is_same_v<W, float>) {
-    p.x = given;
-  } else {
-    wide = std::make_shared<std::vector<float>>(p.tokens * p.in);
-    widen(given, p.tokens * p.in, wide->data());
-    p.x = wide->data();
+inline Tokens tokens_of(const float* x, int64_t count, int64_t in) { return {x, count, in, nullptr}; }
+
+inline Tokens tokens_of(const Bfloat16* x, int64_t count, int64_t in) {
+  auto wide = std::make_shared<std::vector<float>>(count * in);
+  widen(x, count * in, wide->data());
+  const float* data = wide->data();
+  return {data, count, in, std::move(wide)};
+}
+
+template <typename W, typename Y>
+struct Matrix {
+  const W* w;   // [out, in], or as panels [out / 16, in, 16]
+  Y* y;         // [count, out]
+  int64_t out;
+};
+
+// `multiply(tokens, matrix, first row of W, rows)` does up to 16 rows.
+template <typename W, typename Y, typename Multiply>
+void multiply_all(ffi::ThreadPool& pool, Tokens tokens, std::vector<Matrix<W, Y>> matrices, Multiply multiply) {
+  int64_t rows = 0;
+  std::vector<std::pair<size_t, int64_t>> tasks;  // a matrix, its first row
+  for (size_t i = 0; i < matrices.size(); ++i) {
+    rows += matrices[i].out;
+    for (int64_t row = 0; row < matrices[i].out; row += kTaskRows) tasks.emplace_back(i, row);
   }
-  constexpr int64_t kTaskRows = kTaskPanels * kPanel;
-  const int64_t tasks = (p.out + kTaskRows - 1) / kTaskRows;
-  run_all(pool, tasks, p.tokens * p.in * p.out, [p, wide, multiply](size_t i) {
-    const int64_t end = std::min(p.out, int64_t(i + 1) * kTaskRows);
-    for (int64_t row = int64_t(i) * kTaskRows; row < end; row += kPanel)
-      multiply(p, row, std::min<int64_t>(kPanel, end - row));
+  const int64_t cost = tokens.count * tokens.in * rows;
+  const size_t count = tasks.size();
+  run_all(pool, count, cost, [tokens, multiply, matrices = std::move(matrices), tasks = std::move(tasks)](size_t i) {
+    const Matrix<W, Y>& matrix = matrices[tasks[i].first];
+    const int64_t first = tasks[i].second, end = std::min(matrix.out, first + kTaskRows);
+    for (int64_t row = first; row < end; row += kPanel)
+      multiply(tokens, matrix, row, std::min<int64_t>(kPanel, end - row));
   });
-  return ffi::Error::Success();
 }
 
 // W as [out, in].
 template <typename W, typename Y, typename In, typename Out>
 ffi::Error run(ffi::ThreadPool pool, In x, In w, ffi::Result<Out> y) {
-  auto shape = w.dimensions();
-  Problem<W, Y> problem{};
-  problem.out = shape[0];
-  problem.in = shape[1];
-  return run_problem(pool, x, w, y, problem, [](const Problem<W, Y>& p, int64_t row, int64_t rows) {
+  const int64_t out = w.dimensions()[0], in = w.dimensions()[1];
+  if (out == 0) return ffi::Error::Success();
+  auto tokens = tokens_of(reinterpret_cast<const W*>(x.untyped_data()), int64_t(y->element_count()) / out, in);
+  std::vector<Matrix<W, Y>> matrices{
+      {reinterpret_cast<const W*>(w.untyped_data()), reinterpret_cast<Y*>(y->untyped_data()), out}};
+  multiply_all(pool, tokens, matrices, [](const Tokens& t, const Matrix<W, Y>& m, int64_t row, int64_t rows) {
     thread_local std::vector<float> panel;
-    panel.resize(kPanel * p.in);
-    make_panel(p.w + row * p.in, rows, p.in, panel.data());
-    multiply_panel(p.x, p.tokens, panel.data(), p.in, p.y + row, p.out, int(rows));
+    panel.resize(kPanel * t.in);
+    make_panel(m.w + row * t.in, rows, t.in, panel.data());
+    multiply_panel(t.x, t.count, panel.data(), t.in, m.y + row, m.out, int(rows));
   });
+  return ffi::Error::Success();
 }
 
-// W as [out / 16, in, 16].
-template <typename W, typename Buffer>
-ffi::Error run_panels(ffi::ThreadPool pool, Buffer x, Buffer w, ffi::Result<Buffer> y) {
-  auto shape = w.dimensions();
-  Problem<W, W> problem{};
-  problem.out = shape[0] * kPanel;
-  problem.in = shape[1];
-  return run_problem(pool, x, w, y, problem, [](const Problem<W, W>& p, int64_t row, int64_t) {
-    multiply_panel(p.x, p.tokens, p.w + row * p.in, p.in, p.y + row, p.out, kPanel);
+// Each W as [out / 16, in, 16]; a result for each.
+template <typename T, typename Buffer>
+ffi::Error run_panels(ffi::ThreadPool pool, Buffer x, ffi::RemainingArgs ws, ffi::RemainingRets ys) {
+  std::vector<Matrix<T, T>> matrices;
+  for (size_t i = 0; i < ws.size(); ++i) {
+    auto w = ws.get<Buffer>(i);
+    auto y = ys.get<Buffer>(i);
+    if (w.has_error()) return w.error();
+    if (y.has_error()) return y.error();
+    matrices.push_back({reinterpret_cast<const T*>(w->untyped_data()), reinterpret_cast<T*>((*y)->untyped_data()),
+                        w->dimensions()[0] * kPanel});
+  }
+  const int64_t in = x.dimensions().back();
+  auto tokens = tokens_of(reinterpret_cast<const T*>(x.untyped_data()), in ? int64_t(x.element_count()) / in : 0, in);
+  multiply_all(pool, tokens, std::move(matrices), [](const Tokens& t, const Matrix<T, T>& m, int64_t row, int64_t) {
+    multiply_panel(t.x, t.count, m.w + row * t.in, t.in, m.y + row, m.out, kPanel);
   });
+  return ffi::Error::Success();
 }
 
 }  // namespace native::linear

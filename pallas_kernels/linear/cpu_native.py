@@ -5,6 +5,8 @@ XLA's own products of 2 to 32 rows read the matrix at a third of the memory's sp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -52,18 +54,21 @@ def to_panels(kernel_OI: jax.Array) -> jax.Array:
     return kernel_OI.reshape(rows // PANEL, PANEL, columns).swapaxes(1, 2)
 
 
-def project_panels(x_TI: jax.Array, kernel_PIR: jax.Array) -> jax.Array:
-    """As `project`, of a matrix that `to_panels` has turned beforehand: [..., O], in x's dtype.
+def project_panels(x_TI: jax.Array, kernels_PIR: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """As `project`, of matrices that `to_panels` has turned beforehand: [..., O] for each, in x's dtype.
+
+    One call for all of them keeps every thread busy to its end; several at once disturb each other.
 
     Raises:
       NotImplementedError: other dtypes, or the library can't be built here.
     """
-    dtype = str(x_TI.dtype)
-    if x_TI.dtype != kernel_PIR.dtype or dtype not in _PANEL_TARGETS:
-        raise NotImplementedError(f"no product of {x_TI.dtype} and panels of {kernel_PIR.dtype}")
+    dtype = x_TI.dtype
+    if str(dtype) not in _PANEL_TARGETS or any(kernel.dtype != dtype for kernel in kernels_PIR):
+        kinds = ", ".join(str(kernel.dtype) for kernel in kernels_PIR)
+        raise NotImplementedError(f"no product of {dtype} and panels of {kinds}")
     library.load()
-    panels, _, rows = kernel_PIR.shape
+    shapes = [(*x_TI.shape[:-1], kernel.shape[0] * PANEL) for kernel in kernels_PIR]
     call = jax.ffi.ffi_call(
-        _PANEL_TARGETS[dtype], jax.ShapeDtypeStruct((*x_TI.shape[:-1], panels * rows), x_TI.dtype)
+        _PANEL_TARGETS[str(dtype)], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     )
-    return call(x_TI, kernel_PIR)
+    return tuple(call(x_TI, *kernels_PIR))

@@ -19,9 +19,9 @@ def _operands(
     return x, kernel, np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**31),
     tokens=st.integers(1, 19),
     ins=st.one_of(st.integers(1, 200), st.integers(2040, 4200)),
     outs=st.integers(1, 120),
@@ -40,21 +40,22 @@ def test_matches_float64(seed, tokens, ins, outs, dtypes) -> None:
         assert error.max() < 1e-6 * ins
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**32 - 1),
+    seed=st.integers(0, 2**31),
     tokens=st.integers(1, 19),
     ins=st.one_of(st.integers(1, 200), st.integers(2040, 4200)),
-    panels=st.integers(1, 8),
+    panels=st.lists(st.integers(1, 8), min_size=1, max_size=3),
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_panels_give_the_bits_of_the_matrix(seed, tokens, ins, panels, dtype) -> None:
-    x, kernel, _ = _operands(seed, tokens, ins, panels * cpu_native.PANEL, dtype)
-    y = cpu_native.project_panels(x, cpu_native.to_panels(kernel))
-    assert y.dtype == x.dtype
-    np.testing.assert_array_equal(
-        y.astype(jnp.float32), cpu_native.project(x, kernel).astype(jnp.float32), strict=True
-    )
+    operands = [_operands(seed + i, tokens, ins, n * cpu_native.PANEL, dtype) for i, n in enumerate(panels)]
+    x, kernels = operands[0][0], [kernel for _, kernel, _ in operands]
+    products = cpu_native.project_panels(x, [cpu_native.to_panels(np.asarray(kernel)) for kernel in kernels])
+    for y, kernel in zip(products, kernels, strict=True):
+        wanted = cpu_native.project(x, kernel)
+        assert y.dtype == wanted.dtype == x.dtype
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(wanted), strict=True)
 
 
 def test_panels_hold_whole_rows() -> None:
@@ -67,9 +68,9 @@ def test_panels_hold_whole_rows() -> None:
 def test_a_token_does_not_depend_on_how_many_there_are(dtype: str, ins: int) -> None:
     """Bit for bit, across all tilings: few and many tokens, rows of the matrix that fill no panel."""
     x, kernel, _ = _operands(0, 300, ins, 101, dtype)
-    together = np.asarray(cpu_native.project(x, kernel).astype(jnp.float32))
+    together = np.asarray(cpu_native.project(x, kernel))
     for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 13, 33, 70, 299):
-        alone = cpu_native.project(x[-tokens:], kernel).astype(jnp.float32)
+        alone = np.asarray(cpu_native.project(x[-tokens:], kernel))
         np.testing.assert_array_equal(alone, together[-tokens:])
 
 
@@ -96,4 +97,4 @@ def test_other_dtypes_are_refused(x_dtype: str, kernel_dtype: str) -> None:
     with pytest.raises(NotImplementedError, match="no product of"):
         cpu_native.project(x, kernel)
     with pytest.raises(NotImplementedError, match="no product of"):
-        cpu_native.project_panels(x, jnp.zeros((3, 8, cpu_native.PANEL), kernel_dtype))
+        cpu_native.project_panels(x, [jnp.zeros((3, 8, cpu_native.PANEL), kernel_dtype)])
