@@ -189,6 +189,7 @@ def test_every_public_name_can_be_imported() -> None:
 # Everything else is pure, or plain Python. Loading weights puts them in place itself, so that no second copy is held.
 AT_THE_DEVICE_BOUNDARY = {
     "device/model_runner.py",
+    "device/params.py",
     "device/block_swap.py",
     "device/program_definitions.py",
     "checkpoint/weights.py",

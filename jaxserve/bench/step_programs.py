@@ -19,10 +19,11 @@ from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.attention import choose_attention
 from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.device.kv_cache import join_layers
+from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import Programs, describe_programs, make_state
 from jaxserve.device.programs import ProgramMaker
 from jaxserve.device.step import finish_step, serve_step, step_parts
-from jaxserve.device.step_parts import StepParts, fill_params
+from jaxserve.device.step_parts import StepParts
 from jaxserve.progress import Progress
 from pallas_kernels.paged_attention import Backend
 

@@ -20,7 +20,15 @@ class TargetChoice(StrEnum):
 
 
 def compile_command(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As for serve.", show_default=False)],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="As for serve.", show_default=False)
+    ] = None,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Say which programs are kept, how large, when used and for what.")
+    ] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove all kept programs that nobody uses now.")
+    ] = False,
     target: Annotated[
         TargetChoice | None,
         typer.Option(help="Compile for this GPU, which need not be here [default: the device that is]."),
@@ -61,7 +69,14 @@ def compile_command(
     Examples:
       jaxserve compile smollm2
       jaxserve compile ./Llama-3.1-8B --target h200 --num-blocks 20000 --output programs
+      jaxserve compile --list
     """
+    if list_ or clean:
+        if model is not None or target is not None or (list_ and clean):
+            raise typer.BadParameter("--list and --clean stand alone, or with --output")
+        return _list_or_clean(output, clean=clean)
+    if model is None:
+        raise typer.BadParameter("a MODEL is needed, or --list, or --clean")
     if target is not None:
         if output is None:
             raise typer.BadParameter("--target needs --output: the programs are for another machine")
@@ -106,3 +121,23 @@ def compile_command(
         f"{done.num_programs} programs, {done.num_compiled} of them compiled now, {done.num_bytes / 2**20:.1f} MiB: "
         f"{done.folder}"
     )
+
+
+def _list_or_clean(output: Path | None, *, clean: bool) -> None:
+    """What lies in `output`, or where engines look for programs."""
+    from jaxserve.config import EngineConfig
+    from jaxserve.device.program_eviction import evict_programs, kept_programs
+    from jaxserve.device.program_listing import list_programs, size_of
+    from jaxserve.engine_setup import cache_directory
+
+    root = output or cache_directory(EngineConfig())
+    assert root is not None  # the default names one
+    if not clean:
+        for line in list_programs(root):
+            print(line)
+        return
+    before = kept_programs(root)
+    evict_programs(root, 0)
+    left = kept_programs(root)
+    gone = [each for each in before if each not in left]
+    print(f"removed {len(gone)} of {len(before)} sets of programs, {size_of(gone)}: {root}")

@@ -29,6 +29,7 @@ from jaxserve.device.host_allocator import release_free_memory
 from jaxserve.device.host_pool import HostPool
 from jaxserve.device.machine_memory import machine_memory
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
+from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
 from jaxserve.device.programs import ProgramKey, ProgramMaker, essential_keys, program_keys
 from jaxserve.device.sampling import (
@@ -40,7 +41,6 @@ from jaxserve.device.sampling import (
     Logprobs,
 )
 from jaxserve.device.step import StepOutput
-from jaxserve.device.step_parts import fill_params
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress

@@ -15,10 +15,10 @@ from jaxserve.batch.flags import RowFlag
 from jaxserve.batch.layout import packed_size, places, unpack
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
+from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import describe_programs
 from jaxserve.device.sampling import init_state
 from jaxserve.device.step import DeviceState, serve_step
-from jaxserve.device.step_parts import fill_params
 from scripts.gpu.jobs import Case, CheckFailedError
 from scripts.gpu.measure import median_seconds
 from scripts.gpu.random_model import draw_weights, model_config, resolved_config

@@ -86,3 +86,44 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert mention in printed.err
+
+
+def test_what_is_kept_is_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = {
+        "model": {"architecture": "LlamaForCausalLM", "num_layers": 7, "hidden_size": 48},
+        "device": {"kind": "cpu"},
+        "dtype": "float32",
+        "quantization": "int8",
+        "deterministic": True,
+        "max_num_seqs": 4,
+        "num_blocks": 9,
+        "block_size": 16,
+        "jax": "0.1",
+    }
+    texts = (json.dumps(manifest), "{}", "no JSON", None)
+    for number, text in enumerate(texts):
+        folder = tmp_path / f"{number:032x}"
+        folder.mkdir()
+        (folder / "p.bin").write_bytes(bytes(2**20))
+        if text is not None:
+            (folder / "manifest.json").write_text(text)
+    (tmp_path / "notes.txt").write_text("not ours")
+
+    def output(option: str) -> list[str]:
+        assert run(["compile", option, "--output", str(tmp_path)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    *lines, total = output("--list")
+    assert total == f"4 sets of programs, 4.0 MiB: {tmp_path}"
+    assert [("no manifest that can be read" in line) for line in lines].count(True) == 3
+    [line] = [line for line in lines if "7 layers" in line]
+    assert "float32 + int8, deterministic, 4 sequences, 9 blocks of 16, cpu, jax 0.1" in line
+    assert output("--clean") == [f"removed 4 of 4 sets of programs, 4.0 MiB: {tmp_path}"]
+    assert {path.name for path in tmp_path.iterdir()} <= {"notes.txt", "lock"}
+    assert output("--list") == [f"0 sets of programs, 0.0 MiB: {tmp_path}"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--list", "--clean"], ["smollm2", "--list"], ["m", "--clean"]])
+def test_listing_and_removing_stand_alone(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compile", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jaxserve.checkpoint import convert, open_checkpoint, orbax_store
 from jaxserve.config import EngineConfig, ModelConfig, resolve
 from jaxserve.device.memory_account import tree_bytes
-from jaxserve.device.step_parts import fill_params, split_model
+from jaxserve.device.params import fill_params
+from jaxserve.device.step_parts import split_model
 from jaxserve.errors import CheckpointError, ConfigError
 from jaxserve.models.quantization import Int8Linear, quantise_rows
 from tests.checkpoint.tiny_files import tiny_config, tiny_tensors, write_gguf, write_huggingface
