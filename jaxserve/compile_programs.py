@@ -54,9 +54,7 @@ def compile_programs(
     Raises:
       CheckpointError, ConfigError: one line each.
     """
-    root = cache_directory(options)
-    if root is None:
-        raise ConfigError("no folder is named to keep programs in")
+    root = programs_folder(options)
     made = (
         _for_target(model, options, target, root, progress)
         if target
@@ -78,6 +76,18 @@ def compile_programs(
     finally:
         made.cache.close()
     return CompiledPrograms(made.cache.directory, len(definitions), num_compiled, num_bytes)
+
+
+def programs_folder(options: EngineConfig) -> Path:
+    """Where an engine with these options looks for programs.
+
+    Raises:
+      ConfigError: it keeps none.
+    """
+    root = cache_directory(options)
+    if root is None:
+        raise ConfigError("no folder is named to keep programs in")
+    return root
 
 
 @dataclass(frozen=True)

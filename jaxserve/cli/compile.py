@@ -125,13 +125,12 @@ def compile_command(
 
 def _list_or_clean(output: Path | None, *, clean: bool) -> None:
     """What lies in `output`, or where engines look for programs."""
+    from jaxserve.compile_programs import programs_folder
     from jaxserve.config import EngineConfig
     from jaxserve.device.program_eviction import evict_programs, kept_programs
     from jaxserve.device.program_listing import list_programs, size_of
-    from jaxserve.engine_setup import cache_directory
 
-    root = output or cache_directory(EngineConfig())
-    assert root is not None  # the default names one
+    root = output or programs_folder(EngineConfig())
     if not clean:
         for line in list_programs(root):
             print(line)
