@@ -16,6 +16,7 @@ from tests.server_process import ServerProcess
 @pytest.fixture(scope="module")
 def demo_url(demo_checkpoint_dir: Path) -> Iterator[str]:
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--max-model-len", "1024")
+    flags += ("--speculative", "ngram", "--num-speculative-tokens", "7")
     with ServerProcess(
         demo_checkpoint_dir, "--served-model-name", "demo", *flags, start_timeout_s=900
     ) as server:
@@ -58,3 +59,73 @@ def test_a_system_prompt_counts(demo_url: str) -> None:
         return http.post(demo_url, "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
 
     assert answer("You are a pirate named Redbeard. Always say your name.") != answer()
+
+
+PLACES = "Oslo, Bern, Riga, Rome, Lima. "
+
+
+def test_drafts_change_nothing_but_the_number_of_steps(demo_url: str) -> None:
+    """A text that repeats itself, streamed and not, to its length and to a stop string."""
+    for more in (
+        {},
+        {"stop": ["Rome"]},
+        {"temperature": 0.8, "seed": 5},
+        {"n": 2, "temperature": 0.8, "seed": 6},
+    ):
+        body = {
+            "model": "demo",
+            "prompt": PLACES * 6,
+            "temperature": 0,
+            "max_tokens": 40,
+            "logprobs": 2,
+            **more,
+        }
+        before = _draft_counters(demo_url)
+        off = http.post(demo_url, "/v1/completions", {**body, "speculative_tokens": 0}).json
+        assert _draft_counters(demo_url) == before
+        on = http.post(demo_url, "/v1/completions", {**body, "speculative_tokens": 7}).json
+        for one, other in zip(off["choices"], on["choices"], strict=True):
+            assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+            assert one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+            for name in ("token_logprobs", "top_logprobs"):
+                assert _flat(one["logprobs"][name]) == pytest.approx(_flat(other["logprobs"][name]), abs=1e-3)
+        details = on["usage"].pop("completion_tokens_details")
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            assert on["usage"][name] == off["usage"][name], "usage counts what was returned"
+        accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert 0 < accepted <= on["usage"]["completion_tokens"]
+        after = _draft_counters(demo_url)
+        assert after["num_draft_tokens"] - before["num_draft_tokens"] == accepted + rejected
+        assert after["num_drafts"] > before["num_drafts"]
+        chunks = http.stream(demo_url, "/v1/completions", body)
+        for index, choice in enumerate(on["choices"]):
+            pieces = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index]
+            assert "".join(pieces) == choice["text"]
+
+
+def _draft_counters(url: str) -> dict[str, float]:
+    found = {}
+    for line in http.request(url, "GET", "/metrics").body.decode().splitlines():
+        if line.startswith("vllm:spec_decode_num_"):
+            name, _, value = line.removeprefix("vllm:spec_decode_").partition("{")
+            found[
+                name.removesuffix("_total")
+                + (value.split("position=")[1][:3] if "position=" in value else "")
+            ] = float(line.rsplit(" ", 1)[1])
+    assert found["num_accepted_tokens"] == sum(v for k, v in found.items() if "per_pos" in k)
+    return found
+
+
+def _flat(values: Any) -> list[float]:
+    """Of a list of numbers, or of alternatives by token."""
+    if isinstance(values[0], dict):
+        return [number for alternatives in values for number in sorted(alternatives.values())]
+    return list(values)
+
+
+@pytest.mark.parametrize("value", [-1, 65, 1.5, "2", True])
+def test_a_bad_number_of_drafts_is_refused_by_name(demo_url: str, value: Any) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 1, "speculative_tokens": value}
+    answer = http.post(demo_url, "/v1/completions", body)
+    assert answer.status == 400
+    assert answer.error["param"] == "speculative_tokens"

@@ -75,5 +75,5 @@ def measure(arguments: argparse.Namespace, progress: Progress) -> tuple[str, dic
     )
     if arguments.plot is not None:
         plot(result, arguments.plot)
-    differs = arguments.deterministic and any(cell.num_equal < cell.streams for cell in result.cells)
+    differs = arguments.deterministic and any(cell.num_equal < cell.num_answers for cell in result.cells)
     return report(result), to_json(result), EXIT_DISAGREE if differs else 0

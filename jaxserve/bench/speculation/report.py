@@ -25,7 +25,7 @@ def report(result: Result) -> str:
         lines.append(
             f"{cell.texts.name:<8}{cell.streams:>8}{cell.milliseconds(OFF):>10.1f}{cell.milliseconds(ON):>8.1f}"
             f"{cell.speedup:>9.2f}x{cell.throughput_ratio:>11.2f}x{accepted:>10}"
-            f"{cell.num_equal:>5}/{cell.streams}"
+            f"{cell.num_equal:>5}/{cell.num_answers}"
         )
     return "\n".join(lines)
 
@@ -70,7 +70,8 @@ def _cell(cell: Cell) -> dict[str, object]:
         "speedup": round(cell.speedup, 4),
         "throughput_ratio": round(cell.throughput_ratio, 4),
         "acceptance": cell.acceptance,
-        "equal_streams": cell.num_equal,
+        "equal_answers": cell.num_equal,
+        "answers": cell.num_answers,
         "passes": {
             name: [
                 {

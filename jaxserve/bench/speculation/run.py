@@ -35,11 +35,11 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """All streams of one kind at once.
+    """So many streams of one kind at once, again and again until every message was asked.
 
     Attributes:
-      seconds: until the last one ended.
-      token_ids: of each.
+      seconds: in all.
+      token_ids: of each answer.
       decode_seconds, decode_tokens: summed over the streams, from the first token to the last; tokens past the first.
       draft_tokens, accepted_tokens: verified, and of these in answers.
       steps: forward passes.
@@ -87,9 +87,13 @@ class Cell:
 
     @property
     def num_equal(self) -> int:
-        """Streams whose tokens are the same with and without."""
+        """Answers whose tokens are the same with and without."""
         both = zip(self.passes[OFF][0].token_ids, self.passes[ON][0].token_ids, strict=True)
         return sum(one == other for one, other in both)
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.passes[ON][0].token_ids)
 
     def milliseconds(self, name: str) -> float:
         """Median time per output token."""
@@ -168,35 +172,49 @@ def measure_speculation(
 
 
 def run_streams(engine: EngineCore, texts: Texts, streams: int, max_tokens: int) -> Pass:
-    """Ask everything at once of an idle engine, and step until nothing is left."""
+    """Ask `streams` messages at once of an idle engine, until all answers have ended; then the next ones."""
     counts = engine.stats.speculation
     before = counts.draft_tokens, counts.accepted_tokens, engine.stats.steps
-    tokens: list[list[int]] = [[] for _ in range(streams)]
-    first, last = [0.0] * streams, [0.0] * streams
+    tokens: list[list[int]] = []
+    decode_seconds = 0.0
     started = time.perf_counter()
-    for stream in range(streams):
-        message = texts.messages[stream % len(texts.messages)]
-        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": message}])
-        params = SamplingParams(temperature=texts.temperature, seed=stream, max_tokens=max_tokens)
-        engine.submit(GenerationRequest(f"stream-{stream}", tuple(prompt), params))
-    while engine.has_work():
-        outputs = engine.step()
-        now = time.perf_counter()
-        for output in outputs:
-            stream = int(output.request_id.removeprefix("stream-"))
-            if output.error is not None:
-                raise InvalidRequestError(f"a stream failed: {output.error}")
-            if output.token_ids:
-                first[stream] = first[stream] or now
-                last[stream] = now
-                tokens[stream] += output.token_ids
+    for wave in range(0, len(texts.messages), streams):
+        answers, seconds = _run_wave(engine, texts, range(wave, wave + streams), max_tokens)
+        tokens += answers
+        decode_seconds += seconds
     counts = engine.stats.speculation
     return Pass(
         seconds=time.perf_counter() - started,
         token_ids=tuple(map(tuple, tokens)),
-        decode_seconds=sum(last) - sum(first),
+        decode_seconds=decode_seconds,
         decode_tokens=sum(max(len(ids) - 1, 0) for ids in tokens),
         draft_tokens=counts.draft_tokens - before[0],
         accepted_tokens=counts.accepted_tokens - before[1],
         steps=engine.stats.steps - before[2],
     )
+
+
+def _run_wave(
+    engine: EngineCore, texts: Texts, numbers: range, max_tokens: int
+) -> tuple[list[list[int]], float]:
+    """(tokens of each answer, seconds from first to last token, summed)."""
+    tokens: dict[str, list[int]] = {}
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for number in numbers:
+        message = texts.messages[number % len(texts.messages)]
+        prompt = engine.tokenizer.encode_chat([{"role": "user", "content": message}])
+        params = SamplingParams(temperature=texts.temperature, seed=number, max_tokens=max_tokens)
+        engine.submit(GenerationRequest(f"stream-{number}", tuple(prompt), params))
+        tokens[f"stream-{number}"] = []
+    while engine.has_work():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            if output.error is not None:
+                raise InvalidRequestError(f"a stream failed: {output.error}")
+            if output.token_ids:
+                first.setdefault(output.request_id, now)
+                last[output.request_id] = now
+                tokens[output.request_id] += output.token_ids
+    return list(tokens.values()), sum(last.values()) - sum(first.values())
