@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,9 @@ def with_drafts(row: ScheduledRequest, drafts: tuple[int, ...]) -> ScheduledRequ
     count = row.num_scheduled_tokens + len(drafts)
     blocks = -(-(row.num_computed_tokens + count) // BLOCK_SIZE)
     table = tuple(row.new_block_ids[0] + j for j in range(blocks))
-    return dataclasses.replace(row, num_scheduled_tokens=count, draft_token_ids=drafts, new_block_ids=table)
+    return msgspec.structs.replace(
+        row, num_scheduled_tokens=count, draft_token_ids=drafts, new_block_ids=table
+    )
 
 
 def one_by_one(row: ScheduledRequest) -> list[ScheduledRequest]:
@@ -29,7 +32,7 @@ def one_by_one(row: ScheduledRequest) -> list[ScheduledRequest]:
         )
         start = row.num_computed_tokens + count
         rows.append(
-            dataclasses.replace(
+            msgspec.structs.replace(
                 row, request=request, num_computed_tokens=start, num_scheduled_tokens=1, draft_token_ids=()
             )
         )
