@@ -75,7 +75,7 @@ class Scheduler(BaseScheduler):
         Blocks for drafts are taken only while every running request could have one as well: nobody is preempted, or
         waits, because of them.
         """
-        if not self._drafts.most:
+        if not self._drafts.most or len(self._running) >= self._config.max_rows:
             return ()
         wanted = []
         for entry in self._running:

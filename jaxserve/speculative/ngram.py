@@ -1,7 +1,7 @@
 """Prompt lookup: what came behind the last few tokens earlier in prompt or output is likely to come again.
 
-No model. Every place of a text is found by the tokens before it, in a table of hashes that grows with the output: a
-step costs a few look-ups a request, however long its text is. (Saxena 2023, "Prompt Lookup Decoding".)
+No model. Every place of a text is found by the tokens before it, in tables that grow with the output: a step costs a
+few microseconds a request, however long its text is. (Saxena 2023, "Prompt Lookup Decoding".)
 """
 
 from __future__ import annotations
@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from jaxserve.request import Request
 from jaxserve.scheduler.output import DraftRequest
 
-_LONGEST, _SHORTEST = 4, 2  # tokens that have to be the same; longer ones are tried first
-_MULTIPLIER = np.int64(6364136223846793005)  # of Knuth's MMIX generator; hashes wrap around
+_LENGTHS = (4, 3, 2)  # tokens that have to be the same; the longest is tried first
 
 
 @dataclass(slots=True)
@@ -24,14 +21,12 @@ class _Index:
 
     Attributes:
       token_ids: prompt and output as far as they are indexed.
-      ends: for each length, from _SHORTEST: hash of so many tokens -> where the text goes on behind their latest
-        occurrence but the one at its very end.
+      ends: for each of _LENGTHS: so many tokens -> where the text goes on behind their latest occurrence, but for the
+        one at its very end.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    ends: tuple[dict[int, int], ...] = field(
-        default_factory=lambda: tuple({} for _ in range(_SHORTEST, _LONGEST + 1))
-    )
+    ends: tuple[dict[tuple[int, ...], int], ...] = field(default_factory=lambda: tuple({} for _ in _LENGTHS))
 
 
 class NgramProposer:
@@ -53,11 +48,8 @@ class NgramProposer:
         fresh = request.token_ids(len(index.token_ids), request.num_tokens)
         _extend(index, fresh)
         text = index.token_ids
-        tail = np.array(text[-_LONGEST:], np.int64)
-        for length in range(min(_LONGEST, len(text)), _SHORTEST - 1, -1):
-            [key] = _hashes(tail[-length:], length)
-            end = index.ends[length - _SHORTEST].get(key)
-            # Two texts of one hash are possible, if hardly: a proposal is no more than a guess.
+        for length, ends in zip(_LENGTHS, index.ends, strict=True):
+            end = ends.get(tuple(text[-length:]))
             if end is not None:
                 return _read(text, end, num_tokens)
         return ()
@@ -74,26 +66,11 @@ def _read(text: Sequence[int], start: int, count: int) -> tuple[int, ...]:
 
 def _extend(index: _Index, fresh: Sequence[int]) -> None:
     """Take in new tokens; every place but the last becomes one that can be found."""
-    if not fresh:
-        return
-    old = len(index.token_ids)
-    index.token_ids.extend(fresh)
-    for length, ends in enumerate(index.ends, start=_SHORTEST):
-        # Occurrences that end at `old` .. the one before the last token: the last one has nothing behind it yet.
-        first = max(old, length)
-        last = len(index.token_ids) - 1
-        if first > last:
-            continue
-        window = np.array(index.token_ids[first - length : last], np.int64)
-        ends.update(zip(_hashes(window, length), range(first, last + 1), strict=True))
-
-
-def _hashes(token_ids: np.ndarray, length: int) -> list[int]:
-    """A hash of every `length` tokens in a row."""
-    count = len(token_ids) - length + 1
-    hashes = np.zeros(count, np.int64)
-    with np.errstate(over="ignore"):
-        for offset in range(length):
-            hashes = (hashes + token_ids[offset : offset + count] + 1) * _MULTIPLIER
-    found: list[int] = hashes.tolist()
-    return found
+    old, text = len(index.token_ids), index.token_ids
+    text.extend(fresh)
+    for length, ends in zip(_LENGTHS, index.ends, strict=True):
+        # Those that end where the text ended before, up to the one before the last token: that has nothing behind it.
+        first, last = max(old, length), len(text) - 1
+        window = text[first - length : last] if first <= last else []
+        runs = zip(*(window[offset:] for offset in range(length)), strict=False)
+        ends.update(zip(runs, range(first, last + 1), strict=False))
