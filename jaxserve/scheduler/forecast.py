@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from jaxserve.config import ResolvedConfig
@@ -33,6 +34,7 @@ class Forecast:
         running: list[Entry],
         short_queue: WaitingQueue,
         long_queue: WaitingQueue,
+        itl_targets: Mapping[str, float],
     ) -> None:
         self._config = config
         self._policy = policy
@@ -42,6 +44,7 @@ class Forecast:
         self._running = running
         self._short_queue = short_queue
         self._long_queue = long_queue
+        self._itl_targets = itl_targets
         self._loads: dict[Level, Load] = {}
 
     def changed(self) -> None:
@@ -143,6 +146,7 @@ class Forecast:
             tuple(ends),
             self._config.max_num_seqs - len(self._running) + preemptible,
             free_blocks,
+            min(self._itl_targets.values(), default=math.inf),
         )
 
 

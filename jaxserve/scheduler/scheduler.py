@@ -30,6 +30,7 @@ from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerO
 from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Policy, PrefillBudget
 from jaxserve.scheduler.siblings import SiblingIndex
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of, work_of_chunks
+from jaxserve.scheduler.steps_under_way import StepsUnderWay
 from jaxserve.scheduler.swap_cost import SwapCost
 from jaxserve.scheduler.ttft_record import TtftRecord
 from jaxserve.scheduler.waiting_queue import WaitingQueue
@@ -64,9 +65,18 @@ class Scheduler(BaseScheduler):
         self._ageing = Ageing(config.background_max_wait)
         self._itl_targets: dict[str, float] = {}  # of running requests that have one
         self._ttfts = TtftRecord()
+        self._under_way = StepsUnderWay()
         self._predicted_step = -_PREDICT_EVERY
         self._forecast = Forecast(
-            config, policy, step_times, self._lengths, kv, self._running, self._short_queue, self._long_queue
+            config,
+            policy,
+            step_times,
+            self._lengths,
+            kv,
+            self._running,
+            self._short_queue,
+            self._long_queue,
+            self._itl_targets,
         )
 
     def plan_drafts(self) -> tuple[DraftRequest, ...]:
@@ -121,12 +131,20 @@ class Scheduler(BaseScheduler):
             swap_out=tuple((device, host) for host, device in moves.outs.items()),
             swap_in=tuple((host, device) for device, host in moves.ins.items()),
         )
+        if scheduled:
+            seconds = self._step_times.predict(work_of(scheduled))
+            self._under_way.planned(self._step_id, now, seconds or 0.0)
         self._step_id += 1
         return plan
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         self._forecast.changed()
+        self._under_way.done(plan.step_id)
         return super().update_from_output(plan, result)
+
+    def restart_running(self) -> list[Request]:
+        self._under_way.lost()
+        return super().restart_running()
 
     def note_first_tokens(self, updates: Sequence[RequestUpdate], now: float) -> None:
         """Compare predicted times to first token with actual ones: what `update_from_output` returned came `now`."""
@@ -463,6 +481,7 @@ class Scheduler(BaseScheduler):
         raw = self._forecast.ttft(entry, cached)
         if raw is None:
             return
+        raw += self._under_way.remaining(now)
         rank = entry.key[0]
         may_refuse = bool(self._entries) or not self._ttfts.is_stale(rank, now)
         correction = self._ttfts.correction(rank, now)

@@ -7,9 +7,11 @@ is the time of as many steps as the longer one takes, of which so many are full 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxserve.scheduler.decode_stall import largest_within
 from jaxserve.scheduler.policy import Policy
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork
 from jaxserve.scheduler.waiting_queue import QueuedWork
@@ -29,6 +31,7 @@ class Load:
       open_slots, open_blocks: free already.
       ends: steps until each of those that keep their slots ends, ascending.
       free_slots, free_blocks: with those of running requests that would give way.
+      stall_limit: seconds that a step may take for the streams beside it, see `decode_stall.py`.
     """
 
     budget: int
@@ -44,6 +47,7 @@ class Load:
     ends: tuple[int, ...]
     free_slots: int
     free_blocks: int
+    stall_limit: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +82,37 @@ def predict_ttft(
     at_once = 1 + load.budget * queued.outputs // max(1, queued.tokens)
     in_the_end = min(load.max_seqs, load.decodes + load.prefills + min(ahead, at_once))
     decodes = min(beside, load.max_seqs) if slot_steps else (load.decodes + in_the_end) / 2
-    budget = max(1.0, load.budget - decodes)
     short = load.short_tokens + ahead_short.tokens + (0 if own.is_long else own.tokens)
     long = load.long_tokens + ahead_long.tokens + (own.tokens if own.is_long else 0)
-    lane = min(float(policy.lane_share(int(budget))), budget) if long else 0.0
-    # Its lane gets its share at least, and all of the budget where the other lane has little to do.
-    share, mine = (lane, long) if own.is_long else (budget - lane, short)
-    tokens = min(mine / max(share, 0.5), (short + long) / budget) * budget
-    full, last = divmod(tokens, budget)
-    if last:
-        last = min(budget, max(last, filler_tokens + own.tokens - full * budget))
+
+    def tokens_first(budget: float) -> float:
+        """Prompt tokens of the steps until its own are computed, at so many a step."""
+        lane = min(float(policy.lane_share(int(budget))), budget) if long else 0.0
+        # Its lane gets its share at least, and all of the budget where the other lane has little to do.
+        share, mine = (lane, long) if own.is_long else (budget - lane, short)
+        return min(mine / max(share, 0.5), (short + long) / budget) * budget
+
+    budget = max(1.0, load.budget - decodes)
+    tokens = tokens_first(budget)
     others = max(0.0, tokens - own.tokens)
     mean = others / max(1, load.prefills + ahead)
     pairs = others * mean / 2 + own.tokens * (own.cached_tokens + own.tokens / 2)
+    pairs_each, rows_each = (amount / max(tokens, 1.0) for amount in (pairs, load.prefills + ahead + 1))
     keys = decodes * (load.decode_keys / load.decodes if load.decodes else mean)
 
     def seconds(prefill: float) -> float | None:
-        rows = min(prefill, max(1.0, prefill * (load.prefills + ahead + 1) / max(tokens, 1.0)))
+        rows = min(prefill, max(1.0, prefill * rows_each))
         step_tokens = min(load.budget, round(decodes + prefill))
         step_seqs = min(load.max_seqs, step_tokens, round(decodes + rows))  # there is no shape for more
-        work = StepWork(step_tokens, step_seqs, round(keys), round(pairs * prefill / max(tokens, 1.0)))
+        work = StepWork(step_tokens, step_seqs, round(keys), round(pairs_each * prefill))
         return steps.predict(work) if work.tokens else 0.0
 
+    if load.stall_limit < math.inf:
+        budget = float(largest_within(seconds, load.stall_limit, int(budget)))
+        tokens = tokens_first(budget)
+    full, last = divmod(tokens, budget)
+    if last:
+        last = min(budget, max(last, filler_tokens + own.tokens - full * budget))
     num_prefill_steps = int(full) + (last > 0)
     idle_steps = max(0, slot_steps + -(-own.tokens // int(budget)) - num_prefill_steps)
     parts = [(full, seconds(budget)), (1, seconds(last) if last else 0.0), (idle_steps, seconds(0.0))]
