@@ -34,7 +34,8 @@ class OverloadedError(JaxserveError):
 
     Attributes:
       reason: short and machine-readable: "queue_full", "queue_tokens_full", "ttft_target", ...
-      retry_after_seconds: when it may be worth another try; None where nothing is known.
+      retry_after_seconds: when it may be worth another try; None where nothing is known; infinite where none is: not
+        even an idle engine could do it.
     """
 
     def __init__(self, message: str, *, reason: str, retry_after_seconds: float | None = None) -> None:

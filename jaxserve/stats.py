@@ -109,6 +109,7 @@ class EngineStats:
       within_targets, outside_targets: sequences that ended, by service class: with the latencies asked for (or none
         asked for), or without, errors included; inter-token latency is a sequence's mean. Aborted ones count nowhere.
       ttft_correction: what predictions for interactive requests are multiplied by, learned from actual ones (gauge).
+      ttft_spread: mean deviation of actual over predicted times from that (gauge).
       prefix_cache_queries, prefix_cache_hits: tokens looked up and found, on the device or in host memory.
       swap: what host memory does for the cache.
       speculation: what came of drafts.
@@ -147,6 +148,7 @@ class EngineStats:
     ttft_actual_seconds: float = 0.0
     ttft_error_seconds: float = 0.0
     ttft_correction: float = 1.0
+    ttft_spread: float = 0.0
     ttft_promises_kept: int = 0
     ttft_promises_missed: int = 0
     within_targets: dict[str, int] = field(default_factory=zero_by_class)

@@ -22,12 +22,13 @@ from jaxserve.scheduler.base import BaseScheduler, Entry, key_of, tokens_to_comp
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
 from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
-from jaxserve.scheduler.forecast import Forecast, refusal_of
+from jaxserve.scheduler.forecast import Forecast, check_promise
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Policy, PrefillBudget
+from jaxserve.scheduler.promises import Promises
 from jaxserve.scheduler.siblings import SiblingIndex
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of, work_of_chunks
 from jaxserve.scheduler.steps_under_way import StepsUnderWay
@@ -66,6 +67,7 @@ class Scheduler(BaseScheduler):
         self._itl_targets: dict[str, float] = {}  # of running requests that have one
         self._ttfts = TtftRecord()
         self._under_way = StepsUnderWay()
+        self._promises = Promises()
         self._predicted_step = -_PREDICT_EVERY
         self._forecast = Forecast(
             config,
@@ -116,6 +118,7 @@ class Scheduler(BaseScheduler):
         self._preempted = []
         self._forecast.changed()
         self._promote_aged()
+        self._put_promised_forward()
         decoding, prefills = self._walk_running()
         if self._may_admit():
             started = self._admit_waiting(len(decoding), prefills)
@@ -168,9 +171,20 @@ class Scheduler(BaseScheduler):
             entry = self._entries[request_id]
             queue = self._short_queue if request_id in self._short_queue else self._long_queue
             queue.remove(request_id)
+            self._promises.leaves(request_id)
             self._counters.promotions += 1
             turn = float(self._counters.promotions)
             entry.key = (CLASS_RANKS[ServiceClass.INTERACTIVE], _PROMOTED, turn, entry.key[3])
+            self._push(queue, entry)
+
+    def _put_promised_forward(self) -> None:
+        """Those whose time to the first token gets short, before all of their class and priority."""
+        while (due := self._promises.take_due(self._now)) is not None:
+            request_id, tag = due
+            entry = self._entries[request_id]
+            queue = self._short_queue if request_id in self._short_queue else self._long_queue
+            queue.remove(request_id)
+            entry.key = (*entry.key[:2], tag, entry.key[3])
             self._push(queue, entry)
 
     # Stage 1: those that run.
@@ -484,11 +498,9 @@ class Scheduler(BaseScheduler):
         raw += self._under_way.remaining(now)
         rank = entry.key[0]
         may_refuse = bool(self._entries) or not self._ttfts.is_stale(rank, now)
-        correction = self._ttfts.correction(rank, now)
-        predicted = now - request.arrival_time + raw * correction
-        if target is not None and predicted > target and may_refuse and not request.is_promised:
+        if target is not None and may_refuse and not request.is_promised:
             alone = self._forecast.ttft_alone(entry, cached)
-            raise refusal_of(predicted, target, None if alone is None else alone * correction)
+            check_promise(now - request.arrival_time, raw, alone or 0.0, target, self._ttfts.trust(rank, now))
         self._predicted_step = self._step_id
         self._ttfts.expect(request.request_id, rank, request.arrival_time, now, raw)
 
@@ -499,7 +511,7 @@ class Scheduler(BaseScheduler):
         return (
             None
             if seconds is None
-            else seconds * self._ttfts.correction(CLASS_RANKS[ServiceClass.INTERACTIVE], self._now)
+            else seconds * self._ttfts.trust(CLASS_RANKS[ServiceClass.INTERACTIVE], self._now).correction
         )
 
     def _num_waiting_tokens(self) -> int:
@@ -540,10 +552,13 @@ class Scheduler(BaseScheduler):
         queue.push(entry.key, request.request_id, tokens_to_compute(request), self._lengths.expected(request))
         if entry.key[0] == BACKGROUND:
             self._ageing.waits(request.request_id, entry.waiting_since, entry.waited)
+        if entry.key[2] == entry.order[2]:  # it has not been put forward
+            self._promises.waits(request)
 
     def _dequeue(self, entry: Entry) -> None:
         request_id = entry.request.request_id
         self._ageing.leaves(request_id)
+        self._promises.leaves(request_id)
         if request_id in self._short_queue:
             self._short_queue.remove(request_id)
         elif request_id in self._long_queue:
@@ -573,6 +588,14 @@ class Scheduler(BaseScheduler):
         queued = {i for i in self._entries if i in self._short_queue or i in self._long_queue}
         aging = {request_id for request_id in queued if self._entries[request_id].key[0] == BACKGROUND}
         assert set(self._ageing.waiting) == aging, f"{set(self._ageing.waiting)} age, not {aging}"
+        promised = {
+            request_id
+            for request_id in queued
+            if (request := self._entries[request_id].request).targets.ttft_seconds is not None
+            and not request.num_output_tokens
+            and self._entries[request_id].key[2] == self._entries[request_id].order[2]
+        }
+        assert set(self._promises.waiting) <= promised, f"{set(self._promises.waiting)} are promised, not {promised}"
         streams = {e.request.request_id for e in self._running if e.request.targets.itl_seconds is not None}
         assert set(self._itl_targets) == streams, f"targets of {set(self._itl_targets)}, not of {streams}"
         for request_id, entry in self._entries.items():

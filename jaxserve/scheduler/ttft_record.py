@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from jaxserve.stats import EngineStats
 
 _SHARE = 0.1  # of the correction that the newest request decides
+_SPREAD_SHARE = 0.05  # of the spread: slower, for it is to cover what is rare
 _RANGE = (0.25, 4.0)
-_HALF_LIFE = 30.0  # seconds after which half of a correction is forgotten, unless it is confirmed
+_TYPICAL_SPREAD = 0.25  # where nothing has been learned
+_HALF_LIFE = 30.0  # seconds after which half of what was learned is forgotten, unless it is confirmed
 _STALE = 60.0  # seconds after which an idle engine's knowledge counts as none
 
 
@@ -21,6 +23,22 @@ class _Expected:
     predicted: float  # seconds from the arrival, corrected
 
 
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How far to trust a prediction.
+
+    Attributes:
+      correction: what to multiply it by: the mean of actual over predicted times.
+      spread: mean absolute deviation of that.
+    """
+
+    correction: float = 1.0
+    spread: float = _TYPICAL_SPREAD
+
+
+_UNKNOWN = Trust()
+
+
 @dataclass(slots=True)
 class TtftRecord:
     """Belongs to one scheduler. All times are seconds of the engine's clock.
@@ -28,9 +46,7 @@ class TtftRecord:
     What is learned fades: requests refused because of a bad correction would otherwise never show that it is bad.
     """
 
-    _corrections: dict[int, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by class: value, when learned
+    _learned: dict[int, tuple[Trust, float]] = field(default_factory=dict)  # by class: what, and when
     _expected: dict[str, _Expected] = field(default_factory=dict)
     _count: int = 0
     _predicted_seconds: float = 0.0
@@ -42,18 +58,22 @@ class TtftRecord:
         """Whether the first token of any request is to be compared with its prediction."""
         return bool(self._expected)
 
-    def correction(self, rank: int, now: float) -> float:
-        """What to multiply a prediction by, for a request of class `rank`: one class passes the other."""
-        value, learned_at = self._corrections.get(rank, (1.0, now))
-        return 1.0 + (value - 1.0) * 0.5 ** (max(0.0, now - learned_at) / _HALF_LIFE)
+    def trust(self, rank: int, now: float) -> Trust:
+        """In a prediction for a request of class `rank`: one class passes the other."""
+        value, learned_at = self._learned.get(rank, (_UNKNOWN, now))
+        kept = 0.5 ** (max(0.0, now - learned_at) / _HALF_LIFE)
+        return Trust(
+            _UNKNOWN.correction + (value.correction - _UNKNOWN.correction) * kept,
+            _UNKNOWN.spread + (value.spread - _UNKNOWN.spread) * kept,
+        )
 
     def is_stale(self, rank: int, now: float) -> bool:
         """Whether nothing has been learned for so long that an idle engine should rather try than predict."""
-        return rank not in self._corrections or now - self._corrections[rank][1] > _STALE
+        return rank not in self._learned or now - self._learned[rank][1] > _STALE
 
     def expect(self, request_id: str, rank: int, arrival: float, now: float, raw: float) -> None:
         """A request was taken for which `raw` seconds from now were predicted, uncorrected."""
-        predicted = now - arrival + raw * self.correction(rank, now)
+        predicted = now - arrival + raw * self.trust(rank, now).correction
         self._expected[request_id] = _Expected(rank, arrival, now, raw, predicted)
 
     def first_token(self, request_id: str, now: float) -> None:
@@ -69,8 +89,13 @@ class TtftRecord:
         if expected.raw > 0:
             low, high = _RANGE
             seen = min(max((now - expected.made_at) / expected.raw, low), high)
-            known = self.correction(expected.rank, now)
-            self._corrections[expected.rank] = known + _SHARE * (seen - known), now
+            known = self.trust(expected.rank, now)
+            deviation = seen - known.correction
+            learned = Trust(
+                known.correction + _SHARE * deviation,
+                known.spread + _SPREAD_SHARE * (abs(deviation) - known.spread),
+            )
+            self._learned[expected.rank] = learned, now
 
     def forget(self, request_id: str) -> None:
         """It will have no first token."""
@@ -81,4 +106,5 @@ class TtftRecord:
         stats.ttft_predicted_seconds = self._predicted_seconds
         stats.ttft_actual_seconds = self._actual_seconds
         stats.ttft_error_seconds = self._error_seconds
-        stats.ttft_correction = self.correction(0, now)
+        known = self.trust(0, now)
+        stats.ttft_correction, stats.ttft_spread = known.correction, known.spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,8 +68,14 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
         seconds = RETRY_AFTER_SECONDS if error.retry_after_seconds is None else error.retry_after_seconds
+        is_hopeless = seconds == math.inf
         return ApiError(
-            429, str(error), type="server_overloaded", code=error.reason, retry_after_seconds=seconds
+            429,
+            str(error),
+            type="server_overloaded",
+            code=error.reason,
+            headers={"x-should-retry": "false"} if is_hopeless else {},  # read by OpenAI's own clients
+            retry_after_seconds=None if is_hopeless else seconds,
         )
     if isinstance(error, BreakerOpenError):
         return breaker_open(error)

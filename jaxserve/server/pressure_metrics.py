@@ -84,6 +84,11 @@ class PressureCollector(Collector):
         yield self._families.gauge(
             "ttft_correction", "What predictions are multiplied by.", stats.ttft_correction
         )
+        yield self._families.gauge(
+            "ttft_spread",
+            "Mean deviation of actual over predicted times from the correction.",
+            stats.ttft_spread,
+        )
 
     def _failures(self) -> Iterator[Metric]:
         yield self._families.counter(

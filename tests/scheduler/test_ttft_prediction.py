@@ -5,18 +5,23 @@ Run as a program, it prints the errors.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.errors import OverloadedError
 from jaxserve.request import Request, ServiceClass, ServiceTargets
-from jaxserve.scheduler.ttft_record import TtftRecord
+from jaxserve.scheduler.forecast import check_promise
+from jaxserve.scheduler.step_time import work_of
+from jaxserve.scheduler.ttft_record import Trust, TtftRecord
 from jaxserve.stats import EngineStats
 from tests.fakes import make_group, make_request
-from tests.scheduler.virtual_clock import VirtualRun
+from tests.scheduler.virtual_clock import VirtualRun, step_seconds
 
 ANY = ServiceTargets(ttft_seconds=1e9)  # predicted, never refused
 Arrivals = list[tuple[float, Request]]
@@ -164,7 +169,7 @@ def test_a_target_that_no_engine_could_meet_is_refused_without_a_time_to_come_ag
     run = crowded()
     run.run()
     assert not run.add(make_request("long", 3000, 4, targets=ServiceTargets(ttft_seconds=0.2)))
-    assert run.refused["long:0"].retry_after_seconds is None
+    assert run.refused["long:0"].retry_after_seconds == math.inf
     assert "even when nothing else is served" in str(run.refused["long:0"])
 
 
@@ -236,9 +241,9 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
         record.expect(f"r{number}", 0, arrival=0.0, now=1.0, raw=2.0)
         record.first_token(f"r{number}", 1.0 + 6.0)
         assert not record.awaits
-    assert record.correction(0, now=7.0) == pytest.approx(3.0, rel=0.01)
-    assert record.correction(1, now=7.0) == 1.0  # the other class knows nothing of it
-    assert record.correction(0, now=7.0 + 30.0) == pytest.approx(2.0, rel=0.01)
+    assert record.trust(0, now=7.0).correction == pytest.approx(3.0, rel=0.01)
+    assert record.trust(1, now=7.0) == Trust()  # the other class knows nothing of it
+    assert record.trust(0, now=7.0 + 30.0).correction == pytest.approx(2.0, rel=0.01)
     record.expect("last", 0, arrival=0.0, now=1.0, raw=2.0)
     stats = EngineStats()
     record.first_token("last", 7.0)
@@ -248,6 +253,104 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     assert 0 < stats.ttft_error_seconds < stats.ttft_actual_seconds
     record.first_token("unknown", 9.0)
     record.forget("unknown")
+
+
+@given(
+    ratios=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=60), pause=st.floats(0, 1000), rank=st.integers(0, 1)
+)
+def test_the_spread_lies_between_what_was_seen_and_what_is_typical_and_fades(
+    ratios: list[float], pause: float, rank: int
+) -> None:
+    record = TtftRecord()
+    now = 0.0
+    for ratio in ratios:
+        record.expect("r", rank, arrival=now, now=now, raw=1.0)
+        now += ratio
+        record.first_token("r", now)
+    spread = record.trust(rank, now).spread
+    assert 0 < spread <= max(Trust().spread, 1.5)
+    faded = record.trust(rank, now + pause).spread
+    assert abs(faded - Trust().spread) <= abs(spread - Trust().spread) + 1e-12
+    assert record.trust(1 - rank, now) == Trust()
+
+
+def test_steady_errors_leave_a_small_spread_and_wild_ones_a_large_one() -> None:
+    steady, wild = TtftRecord(), TtftRecord()
+    rng = random.Random(1)
+    for number in range(200):
+        now = 0.01 * number  # so short that nothing fades
+        for record, ratio in ((steady, 1.5), (wild, rng.choice([0.5, 2.5]))):
+            record.expect("r", 0, arrival=now - ratio, now=now - ratio, raw=1.0)
+            record.first_token("r", now)
+    assert steady.trust(0, 2.0).spread < 0.03
+    assert wild.trust(0, 2.0).spread == pytest.approx(1.0, rel=0.2)
+
+
+@given(
+    elapsed=st.floats(0, 3),
+    raw=st.floats(0, 5),
+    alone_part=st.floats(0, 1),
+    target=st.floats(0.01, 5),
+    correction=st.floats(0.25, 4),
+    spread=st.floats(0, 2),
+)
+def test_nobody_is_let_in_past_his_target_and_more_doubt_lets_nobody_in(
+    elapsed: float, raw: float, alone_part: float, target: float, correction: float, spread: float
+) -> None:
+    alone = raw * alone_part
+    error = refusal(elapsed, raw, alone, target, Trust(correction, spread))
+    if error is None:
+        assert elapsed + raw * correction <= target
+        assert refusal(elapsed, raw, alone, target, Trust(correction, spread / 2)) is None
+        return
+    assert refusal(elapsed, raw, alone, target, Trust(correction, 2 * spread)) is not None
+    wait = error.retry_after_seconds
+    assert wait is not None
+    assert wait > 0
+    assert (wait == math.inf) == (alone * correction > target) == ("of no use" in str(error))
+    if alone_part == 1 and not spread == math.inf:  # what is due to nobody else is not doubted
+        assert elapsed + raw * correction > target
+
+
+def refusal(elapsed: float, raw: float, alone: float, target: float, trust: Trust) -> OverloadedError | None:
+    try:
+        check_promise(elapsed, raw, alone, target, trust)
+    except OverloadedError as error:
+        return error
+    return None
+
+
+def test_the_step_under_way_counts() -> None:
+    """A request is checked while a step runs; it cannot start before that is through."""
+    run = VirtualRun(max_num_seqs=8, max_num_batched_tokens=64)
+    run.run([(0.0, request(1000, 20, 3))])
+    run.add(make_request("a", 64, 4))
+    plan = run.scheduler.schedule(run.now)
+    long = step_seconds(work_of(plan.scheduled))
+    asked = make_request("b", 20, 4, targets=ServiceTargets(ttft_seconds=0.9 * long))
+    asked.arrival_time = run.now
+    with pytest.raises(OverloadedError):
+        run.scheduler.check(asked, now=run.now)
+    asked.arrival_time = run.now + 0.9 * long  # nearly through
+    run.scheduler.check(asked, now=run.now + 0.9 * long)
+
+
+def test_what_decode_stall_limits_leave_of_a_step_is_predicted() -> None:
+    """Streams want a token every 60 ms, so a step computes far fewer than 128 prompt tokens."""
+    run = VirtualRun(max_num_seqs=64, max_num_batched_tokens=128)
+    streams = [make_request(f"s{n}", 10, 200, targets=ServiceTargets(itl_seconds=0.06)) for n in range(4)]
+    run.add(*streams[:1])
+    for stream in streams[1:]:
+        run.add(stream)
+    run.step()
+    for number in range(8):
+        assert run.add(request(number, 60, 2))
+        if number % 2:
+            run.step()
+    run.run()
+    errors = [run.predicted[f"r{n}:0"] / run.ttfts[f"r{n}:0"] - 1 for n in range(8)]
+    assert statistics.median(abs(error) for error in errors) <= 0.15
+    assert max(gap for gaps in run.gaps.values() for gap in gaps) <= 0.07
 
 
 def test_what_ends_without_a_first_token_is_forgotten() -> None:
