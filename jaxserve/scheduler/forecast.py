@@ -151,8 +151,8 @@ class Forecast:
         )
 
 
-# Room for what a prediction may be off by, in mean absolute deviations of actual over predicted times: 3 are 2.4 standard
-# deviations of a bell curve, so of those that are let in at the very edge 1 in 100 is late.
+# Room for what a prediction may be off by, in mean absolute deviations of actual over predicted times: 3 are 2.4
+# standard deviations of a bell curve, so of those that are let in at the very edge 1 in 100 is late.
 MARGIN = 3.0
 
 

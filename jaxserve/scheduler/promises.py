@@ -41,7 +41,7 @@ class Promises:
         return self._due.waiting
 
     def take_due(self, now: float) -> tuple[str, float] | None:
-        """The next one to put forward, who is forgotten here by that, and its tag from now on; None if there is none."""
+        """The next one to put forward, who is forgotten here by that, and its tag from now on; None: nobody's time."""
         while (request_id := self._due.pop(now)) is not None:
             deadline = self._deadlines.pop(request_id)
             if now < deadline:

@@ -595,7 +595,9 @@ class Scheduler(BaseScheduler):
             and not request.num_output_tokens
             and self._entries[request_id].key[2] == self._entries[request_id].order[2]
         }
-        assert set(self._promises.waiting) <= promised, f"{set(self._promises.waiting)} are promised, not {promised}"
+        assert set(self._promises.waiting) <= promised, (
+            f"{set(self._promises.waiting)} are promised, not {promised}"
+        )
         streams = {e.request.request_id for e in self._running if e.request.targets.itl_seconds is not None}
         assert set(self._itl_targets) == streams, f"targets of {set(self._itl_targets)}, not of {streams}"
         for request_id, entry in self._entries.items():

@@ -20,7 +20,8 @@ def wanting(name: str, seconds: float, arrival: float = 0.0, **kwargs: object) -
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("push leave pop".split()), st.integers(0, 5), st.floats(0, 10)), max_size=300
+        st.tuples(st.sampled_from(["push", "leave", "pop"]), st.integers(0, 5), st.floats(0, 10)),
+        max_size=300,
     )
 )
 def test_a_due_queue_is_a_dict_sorted_by_time(operations: list[tuple[str, int, float]]) -> None:
@@ -51,7 +52,9 @@ def test_those_who_left_take_no_room() -> None:
     assert len(queue._heap) <= 65
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 100)), min_size=1, max_size=40), st.floats(0, 300))
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 100)), min_size=1, max_size=40), st.floats(0, 300)
+)
 def test_put_forward_after_half_of_the_target_and_ordered_by_deadline(
     made: list[tuple[float, float]], now: float
 ) -> None:

@@ -256,7 +256,9 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
 
 
 @given(
-    ratios=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=60), pause=st.floats(0, 1000), rank=st.integers(0, 1)
+    ratios=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=60),
+    pause=st.floats(0, 1000),
+    rank=st.integers(0, 1),
 )
 def test_the_spread_lies_between_what_was_seen_and_what_is_typical_and_fades(
     ratios: list[float], pause: float, rank: int
@@ -308,7 +310,7 @@ def test_nobody_is_let_in_past_his_target_and_more_doubt_lets_nobody_in(
     assert wait is not None
     assert wait > 0
     assert (wait == math.inf) == (alone * correction > target) == ("of no use" in str(error))
-    if alone_part == 1 and not spread == math.inf:  # what is due to nobody else is not doubted
+    if alone_part == 1:  # what is due to nobody else is not doubted
         assert elapsed + raw * correction > target
 
 
