@@ -24,6 +24,7 @@ PLAIN_DATA = {
     "model_store",
     "file_lock",
     "line_writer",
+    "plain_numbers",
 }
 TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
 ENGINE = (
@@ -51,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host_gap": set(),
     "lost_steps": {"outputs", "request"},
     "goodput": {"outputs", "request", "stats"},
+    "plain_numbers": set(),
     "progress": set(),
     "model_store": set(),
     "file_lock": set(),

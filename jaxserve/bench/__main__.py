@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.arguments import announce, at_least_0, positive, positive_number
+from jaxserve.bench.arguments import announce, at_least_0, integer, positive, positive_number
 from jaxserve.bench.peers import command as peers_command
 from jaxserve.bench.picture import require_matplotlib
 from jaxserve.bench.pressure import command as pressure_command
@@ -171,7 +171,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     simulation.add_argument(
         "--rate", type=positive_number, default=2.0, metavar="R", help="requests a second [default: 2]"
     )
-    simulation.add_argument("--seed", type=int, default=0, help="of the workloads [default: 0]")
+    simulation.add_argument("--seed", type=integer, default=0, help="of the workloads [default: 0]")
     simulation.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+
+from jaxserve.plain_numbers import parse_float, parse_int
 
 
 def announce(line: str) -> None:
@@ -24,14 +25,25 @@ def at_least_0(text: str) -> int:
 
 def positive_number(text: str) -> float:
     """A finite number above 0; raises as argparse wants it."""
-    value = float(text)
-    if not 0 < value < math.inf:
+    try:
+        value = parse_float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if value <= 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
+def integer(text: str) -> int:
+    """Raises as argparse wants it."""
+    try:
+        return parse_int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _at_least(least: int, text: str) -> int:
-    value = int(text)
+    value = integer(text)
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value

@@ -18,6 +18,7 @@ from jaxserve.cli.batch import batch
 from jaxserve.cli.chat import chat
 from jaxserve.cli.compile import compile_command
 from jaxserve.cli.convert import convert
+from jaxserve.cli.finite_numbers import finite_numbers
 from jaxserve.cli.plan_buckets import plan_buckets
 from jaxserve.cli.pull import pull
 from jaxserve.cli.replay import replay
@@ -78,8 +79,8 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for command in (serve, chat, batch, pull, convert, plan_buckets, trace, simulate, replay):
-        app.command()(command)
-    app.command("compile")(compile_command)
+        app.command()(finite_numbers(command))
+    app.command("compile")(finite_numbers(compile_command))
     return app
 
 

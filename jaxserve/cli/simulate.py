@@ -75,14 +75,11 @@ def simulate(
     """
     from jaxserve.bench.latency_plot import plot_latencies
     from jaxserve.bench.picture import require_matplotlib
-    from jaxserve.errors import ConfigError
     from jaxserve.recording.costs_file import read_costs
     from jaxserve.simulation import latencies
     from jaxserve.simulation.simulate import Variation, simulate_workload
     from jaxserve.workload.reader import read_workload
 
-    if faster <= 0:
-        raise ConfigError(f"--faster must be more than 0, got {faster:g}")
     if plot is not None:
         require_matplotlib()
     variation = Variation(

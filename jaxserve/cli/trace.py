@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.errors import ConfigError
-
 _ARRIVALS = "Arrivals"
 _LENGTHS = "Lengths"
 _KINDS = "Kinds of requests"
@@ -122,8 +120,6 @@ def trace(
     from jaxserve.workload.traced_request import TokenRange
     from jaxserve.workload.workload_file import write_workload
 
-    if faster <= 0:
-        raise ConfigError(f"--faster must be more than 0, got {faster:g}")
     if source is not None:
         workload = read_workload(source, limit=requests)
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.plain_numbers import parse_float
 from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.server.api_keys import sent_key
 
@@ -146,11 +147,12 @@ def _header_seconds(headers: Mapping[str, str], name: str) -> float | None:
     if text is None:
         return None
     try:
-        return _target_seconds(name, float(text))
+        milliseconds = parse_float(text)
     except ValueError:
         raise InvalidRequestError(
             f"{name} must be a number of milliseconds, got {text[:40]!r}", param=name
         ) from None
+    return _target_seconds(name, milliseconds)
 
 
 def _body_seconds(name: str, value: float | None) -> float | None:

@@ -28,14 +28,15 @@ class Arrivals:
     off_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(0 < self.rate < math.inf, f"rate must be a number above 0, got {self.rate:g}")
+        _require(1e-9 <= self.rate <= 1e9, f"rate must be between 1e-9 and 1e9, got {self.rate:g}")
         _require(0 <= self.burstiness <= 20, f"burstiness must be between 0 and 20, got {self.burstiness:g}")
         _require(
-            0 < self.on_seconds < math.inf, f"on_seconds must be a number above 0, got {self.on_seconds:g}"
+            1e-3 <= self.on_seconds <= 1e9,
+            f"on_seconds must be between 1e-3 and 1e9, got {self.on_seconds:g}",
         )
         _require(
-            0 <= self.off_seconds < math.inf,
-            f"off_seconds must be a number of at least 0, got {self.off_seconds:g}",
+            0 <= self.off_seconds <= 1e9,
+            f"off_seconds must be between 0 and 1e9, got {self.off_seconds:g}",
         )
 
     def times(self, rng: random.Random) -> Iterator[float]:
@@ -51,7 +52,7 @@ class Arrivals:
             yield busy + paused
 
     def _gap(self, rng: random.Random, rate: float) -> float:
-        if self.burstiness == 0:
+        if self.burstiness < 1e-6:  # its square is nothing to divide by
             return 1 / rate
         variance = self.burstiness**2
         return rng.gammavariate(1 / variance, variance / rate)

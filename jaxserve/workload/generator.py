@@ -11,6 +11,7 @@ from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.workload.arrivals import Arrivals, Lengths
 from jaxserve.workload.traced_request import PromptRecipe, Segment, TokenRange, TracedRequest, Workload
 
+_LONGEST = 1e9  # seconds, of anything
 _STOPS = ("\n\n", ". ", "?", " and", "def ")
 
 
@@ -66,26 +67,29 @@ class WorkloadSpec:
         for share in (item.name for item in fields(self) if item.name.endswith("_share")):
             if not 0 <= getattr(self, share) <= 1:
                 raise ConfigError(f"{share} must be between 0 and 1, got {getattr(self, share):g}")
-        for name, least in (
-            ("num_requests", 1),
-            ("context", 2),
-            ("turns", 1),
-            ("think_seconds", 0),
-            ("system_prompts", 1),
-            ("system_tokens", 0),
-            ("clients", 1),
-            ("client_skew", 0),
-            ("priorities", 1),
-            ("most_n", 2),
+        for name, least, most in (
+            ("num_requests", 1, 10**8),
+            ("context", 2, 10**8),
+            ("turns", 1, 10**6),
+            ("think_seconds", 0, _LONGEST),
+            ("system_prompts", 1, 10**6),
+            ("system_tokens", 0, 10**8),
+            ("clients", 1, 10**6),
+            ("client_skew", 0, 10),
+            ("priorities", 1, 10**6),
+            ("most_n", 2, 10**3),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name):g}")
-        if self.abort_seconds <= 0:
-            raise ConfigError(f"abort_seconds must be more than 0, got {self.abort_seconds:g}")
-        if not 0 <= self.vocabulary.first < self.vocabulary.stop:
-            raise ConfigError(
-                f"there are no token ids in {self.vocabulary.first}..{self.vocabulary.stop - 1}"
-            )
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ConfigError(f"{name} must be between {least} and {most:g}, got {value:g}")
+        for name, value in (
+            ("abort_seconds", self.abort_seconds),
+            ("ttft_target", self.targets.ttft_seconds),
+            ("itl_target", self.targets.itl_seconds),
+        ):
+            if value is not None and not 0 < value <= _LONGEST:
+                raise ConfigError(f"{name} must be more than 0 and at most {_LONGEST:g}, got {value:g}")
+        if not 0 <= self.vocabulary.first < self.vocabulary.stop <= 2**31:
+            raise ConfigError(f"{self.vocabulary.first}..{self.vocabulary.stop - 1} is no range of token ids")
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from dataclasses import dataclass, field
 
+from jaxserve.errors import ConfigError
 from jaxserve.request import GenerationRequest, SamplingParams, ServiceClass, ServiceTargets
 
 
@@ -130,7 +131,13 @@ class Workload:
         return self.requests[-1].arrival if self.requests else 0.0
 
     def faster(self, factor: float) -> Workload:
-        """The same requests, `factor` times as many a second; clients that go away do so after as long as before."""
+        """The same requests, `factor` times as many a second; clients that go away do so after as long as before.
+
+        Raises:
+          ConfigError: no such factor makes sense.
+        """
+        if not 1e-9 <= factor <= 1e9:
+            raise ConfigError(f"faster must be between 1e-9 and 1e9, got {factor:g}")
         return Workload(
             self.name,
             tuple(dataclasses.replace(item, arrival=item.arrival / factor) for item in self.requests),

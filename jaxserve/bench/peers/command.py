@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.arguments import positive, positive_number
+from jaxserve.bench.arguments import integer, positive, positive_number
 from jaxserve.bench.peers.compare import Load, compare
 from jaxserve.bench.peers.peer import choose_peers
 from jaxserve.errors import ConfigError
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--rate", type=positive_number, metavar="R", help="requests a second (Poisson) [default: all at once]"
     )
-    command.add_argument("--seed", type=int, default=0, help="of the arrivals [default: 0]")
+    command.add_argument("--seed", type=integer, default=0, help="of the arrivals [default: 0]")
     command.add_argument(
         "--repeats", type=positive, default=1, metavar="K", help="passes of each [default: 1]"
     )

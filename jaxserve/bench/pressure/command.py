@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.arguments import announce, positive_number
+from jaxserve.bench.arguments import announce, integer, positive_number
 from jaxserve.bench.picture import require_matplotlib
 from jaxserve.bench.pressure.load import Plan
 from jaxserve.bench.pressure.report import plot, report, to_json
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
         command.add_argument(
             flag, type=positive_number, default=default, metavar=unit, help=f"{what} [default: {default:g}]"
         )
-    command.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
+    command.add_argument("--seed", type=integer, default=0, help="of the requests [default: 0]")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
     command.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw it (.png, .svg, ...; needs matplotlib)"

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.arguments import announce, positive
+from jaxserve.bench.arguments import announce, integer, positive
 from jaxserve.bench.soak.run import report, soak, to_json
 from jaxserve.progress import Progress
 
@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
         command.add_argument(
             flag, type=positive, default=default, metavar="N", help=f"{what} [default: {default}]"
         )
-    command.add_argument("--seed", type=int, default=0, help="of the requests [default: 0]")
+    command.add_argument("--seed", type=integer, default=0, help="of the requests [default: 0]")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the result there as well")
     command.add_argument("flags", nargs="*", metavar="FLAGS", help="of the server")
 
