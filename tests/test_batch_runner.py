@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxserve.batch_runner import MAX_LINE_BYTES, BatchSummary, run_batch
 from jaxserve.config import GenerationDefaults
 from jaxserve.server.conversion import ServingContext
 from jaxserve.tokenizer import Tokenizer
+from tests.engine_harness import ServedModel
 from tests.server.copy_engine import CopyEngine
 
 
@@ -160,6 +162,42 @@ def test_what_the_engine_could_not_finish_is_an_error_record(batch: Batch) -> No
     assert "not finite" in batch.records[0]["error"]["message"]
     assert batch.records[0]["custom_id"] == "a"
     assert not batch.engine.has_work()
+
+
+def test_a_real_engine_with_a_short_queue_loses_nothing(
+    batch: Batch, tiny_model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    """What was taken of a line before the queue was full is given up, and the whole line comes again."""
+    engine = tiny_model.engine(max_num_seqs=2, max_waiting=3, max_waiting_tokens=40)
+    rng = random.Random(5)
+    lines = [
+        completion(
+            f"id{number}",
+            [list(range(10, 10 + rng.randint(1, 12))) for _ in range(rng.randint(1, 2))],
+            max_tokens=rng.randint(1, 6),
+            seed=number,
+            n=rng.randint(1, 2),
+        )
+        for number in range(40)
+    ]
+    lines[7]["body"]["slo_ttft_ms"] = 1e-3  # not even an idle engine can do it, once it knows its steps
+    lines[20]["body"]["n"] = 6  # more than can ever run and wait together
+    batch.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    context = ServingContext(tokenizer, GenerationDefaults(), ("copy",), 256, engine)
+    summary = run_batch(engine, context, batch.source, batch.destination, max_in_flight=1000)
+    assert summary.succeeded + summary.failed == len(batch.records) == 40
+    assert [record["custom_id"] for record in batch.records] == [f"id{number}" for number in range(40)]
+    for number, record in enumerate(batch.records):
+        if number in (7, 20):
+            continue
+        body = lines[number]["body"]
+        assert record["error"] is None, record["error"]
+        choices = record["response"]["body"]["choices"]
+        assert [choice["index"] for choice in choices] == list(range(len(body["prompt"]) * body["n"]))
+    assert "n=6" in batch.records[20]["error"]["message"]
+    assert batch.records[7]["error"] is None or batch.records[7]["error"]["code"] == "ttft_target"
+    assert not engine.has_work()
+    engine.check_integrity()
 
 
 def interrupt_after(batch: Batch, steps: int) -> None:
