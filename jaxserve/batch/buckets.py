@@ -45,6 +45,11 @@ class ShapeBuckets:
                     return Bucket(tokens, size, self.blocks)
         raise ConfigError(f"no bucket holds {num_tokens} tokens of {num_seqs} sequences")
 
+    def decode_buckets(self) -> set[Bucket]:
+        """Those that batches of rows of one token come in."""
+        most = max(seqs[-1] for _, seqs in self.seqs_by_tokens)
+        return {self.smallest_for(rows, rows) for rows in range(1, most + 1)}
+
     def round_up(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
         """(T, S) of `smallest_for`."""
         bucket = self.smallest_for(num_tokens, num_seqs)

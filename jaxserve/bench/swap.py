@@ -96,7 +96,7 @@ def _swap_of(setup: EngineSetup, num_blocks: int, each: int) -> tuple[BlockSwap,
         platform=jax.default_backend(),
         sharding=sharding,
     )
-    pool = HostPool(model, num_blocks, config.block_size, np.dtype(jnp.dtype(config.dtype)))
+    pool = HostPool(num_blocks, each, np.dtype(jnp.dtype(config.dtype)))
     swap = BlockSwap(pool, ProgramMaker(programs, None), block_bytes=each, clock=time.perf_counter)
     return swap, make_state(model, config, num_blocks).kv_cache
 

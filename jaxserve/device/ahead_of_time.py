@@ -11,11 +11,15 @@ from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
     Definition,
     Programs,
+    parts_of_draft,
+    parts_of_follow,
     parts_of_step,
     state_program,
+    whole_draft,
+    whole_follow,
     whole_step,
 )
-from jaxserve.device.programs import ProgramKey
+from jaxserve.device.programs import FollowKey, ProgramKey
 from jaxserve.errors import ConfigError
 from jaxserve.progress import Progress
 
@@ -65,8 +69,12 @@ def compile_missing(
 
 
 def _definitions(programs: Programs, key: ProgramKey) -> list[Definition]:
-    if not isinstance(key, Bucket):
+    if isinstance(key, str):
         return [state_program(programs, key)]
-    if not programs.by_layer:
-        return [whole_step(programs, key)]
-    return list(parts_of_step(programs, key).values())
+    if isinstance(key, Bucket):
+        parts, whole, bucket = parts_of_step, whole_step, key
+    elif isinstance(key, FollowKey):
+        parts, whole, bucket = parts_of_follow, whole_follow, key.bucket
+    else:
+        parts, whole, bucket = parts_of_draft, whole_draft, key.bucket
+    return list(parts(programs, bucket).values()) if programs.by_layer else [whole(programs, bucket)]

@@ -101,6 +101,9 @@ class ExecutableSet[Key: Hashable]:
             raise LookupError(f"no executable for {key}; compiled are {sorted(map(str, self._executables))}")
         return self._executables[key]
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._executables
+
     def __len__(self) -> int:
         return len(self._executables)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ class KVCache:
     """Keys and values of every block, one pair of arrays a layer. Block 0 is the sink that padding writes to.
 
     Attributes:
-      k, v: L arrays [N, K, b, d]. A layer's own arrays, so that a step donates and updates each in place.
+      k, v: L arrays [N, K, b, d]. A layer's own arrays, so that a step donates and updates each in place. The layers of
+        a draft model, whose K and d are its own, come behind the target's.
     """
 
     k: tuple[jax.Array, ...]
@@ -29,7 +31,16 @@ class KVCache:
 
     def layer(self, index: int) -> KVCache:
         """The cache of one layer."""
-        return KVCache((self.k[index],), (self.v[index],))
+        return self.part(index, index + 1)
+
+    def part(self, start: int, stop: int) -> KVCache:
+        """The cache of some layers."""
+        return KVCache(self.k[start:stop], self.v[start:stop])
+
+    def with_part(self, start: int, part: KVCache) -> KVCache:
+        """The same with `part` in the place of its layers from `start` on."""
+        stop = start + len(part.k)
+        return KVCache((*self.k[:start], *part.k, *self.k[stop:]), (*self.v[:start], *part.v, *self.v[stop:]))
 
 
 def join_layers(caches: Sequence[KVCache]) -> KVCache:
@@ -40,16 +51,39 @@ def join_layers(caches: Sequence[KVCache]) -> KVCache:
     )
 
 
-def block_bytes(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
-    """Bytes one block takes in all layers, keys and values together."""
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
-    return per_token * block_size
+def block_bytes(
+    model: ModelConfig, block_size: int, dtype: jnp.dtype, draft: ModelConfig | None = None
+) -> int:
+    """Bytes one block takes in all layers, keys and values together.
+
+    Args:
+      draft: a draft model that keeps its own keys and values in the same blocks.
+    """
+    models = (model,) if draft is None else (model, draft)
+    values = sum(2 * each.num_layers * each.num_kv_heads * each.head_dim for each in models)
+    return values * jnp.dtype(dtype).itemsize * block_size
 
 
-def allocate(model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of `num_blocks` usable blocks plus the sink, all zeros (unused slots must be finite for some kernels)."""
-    shape = (num_blocks + 1, model.num_kv_heads, block_size, model.head_dim)
-    zeros = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(model.num_layers))  # noqa: E731
+def allocate(
+    model: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: jnp.dtype,
+    draft: ModelConfig | None = None,
+) -> KVCache:
+    """A cache of `num_blocks` usable blocks plus the sink, all zeros (unused slots must be finite for some kernels).
+
+    Args:
+      draft: see `block_bytes`.
+    """
+
+    def zeros() -> tuple[jax.Array, ...]:
+        return tuple(
+            jnp.zeros((num_blocks + 1, each.num_kv_heads, block_size, each.head_dim), dtype)
+            for each in ((model,) if draft is None else (model, draft))
+            for _ in range(each.num_layers)
+        )
+
     return KVCache(k=zeros(), v=zeros())
 
 
@@ -84,12 +118,14 @@ def copy_blocks(cache: KVCache, pairs_C2: jax.Array) -> KVCache:
 
 
 def gather_blocks(cache: KVCache, block_ids_G: jax.Array) -> jax.Array:
-    """Whole blocks in one array [SWAP_BATCH, 2 * L, K, b, d], all layers' keys first: what `HostPool` keeps.
+    """Whole blocks in one array [SWAP_BATCH, values], all layers' keys first: what `HostPool` keeps.
 
     Args:
       block_ids_G: int32 [SWAP_BATCH]; unused ones are the sink's.
     """
-    return jnp.stack([pool[block_ids_G] for pool in (*cache.k, *cache.v)], axis=1)
+    # Flat, because layers of a draft model have other shapes than the target's.
+    parts = [pool[block_ids_G].reshape(SWAP_BATCH, -1) for pool in (*cache.k, *cache.v)]
+    return jnp.concatenate(parts, axis=1)
 
 
 def scatter_blocks(cache: KVCache, block_ids_G: jax.Array, blocks: jax.Array) -> tuple[KVCache, jax.Array]:
@@ -101,8 +137,12 @@ def scatter_blocks(cache: KVCache, block_ids_G: jax.Array, blocks: jax.Array) ->
     Returns:
       The cache, and a number that is there when the cache is: the cache itself is donated to what comes next.
     """
+    written: list[jax.Array] = []
+    start = 0
+    for pool in (*cache.k, *cache.v):
+        shape = pool.shape[1:]
+        stop = start + math.prod(shape)
+        written.append(pool.at[block_ids_G].set(blocks[:, start:stop].reshape(SWAP_BATCH, *shape)))
+        start = stop
     num_layers = len(cache.k)
-    write = lambda pool, index: pool.at[block_ids_G].set(blocks[:, index])  # noqa: E731
-    k = tuple(write(pool, index) for index, pool in enumerate(cache.k))
-    v = tuple(write(pool, num_layers + index) for index, pool in enumerate(cache.v))
-    return KVCache(k=k, v=v), block_ids_G[0]
+    return KVCache(k=tuple(written[:num_layers]), v=tuple(written[num_layers:])), block_ids_G[0]

@@ -32,6 +32,7 @@ def size_pool(
     row_state: int,
     temporaries: Callable[[int], int],
     host_tier: int = 0,
+    draft: ModelConfig | None = None,
 ) -> tuple[int, MemoryAccount]:
     """The number of usable KV blocks, and what memory will be for. Allocates nothing.
 
@@ -45,6 +46,7 @@ def size_pool(
       temporaries: with so many blocks, the most bytes that a program needs while it runs. Compiles the largest
         program, so it is asked only about numbers that fit without: as a rule once, for the number that is used.
       host_tier: bytes, see `MemoryAccount`.
+      draft: see `kv_cache.block_bytes`.
 
     Raises:
       ConfigError: something does not fit; one line that has the account.
@@ -54,7 +56,7 @@ def size_pool(
         raise ConfigError(f"memory_fraction must be in (0, 1], got {fraction}")
     if options.num_blocks is not None and options.num_blocks < 1:
         raise ConfigError(f"num_blocks must be at least 1, got {options.num_blocks}")
-    each = block_bytes(model, config.block_size, jnp.dtype(config.dtype))
+    each = block_bytes(model, config.block_size, jnp.dtype(config.dtype), draft)
     process = PROCESS_ALLOWANCE if machine.on_host else 0
     fixed = MemoryAccount(weights, each, row_state, 0, process, host_tier)
     budget = int(machine.total * fraction)
@@ -75,17 +77,23 @@ def size_pool(
 
 
 def size_host_tier(
-    options: EngineConfig, config: ResolvedConfig, model: ModelConfig, *, host: MachineMemory
+    options: EngineConfig,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    *,
+    host: MachineMemory,
+    draft: ModelConfig | None = None,
 ) -> HostSpace:
     """How many blocks host memory is to keep. Allocates nothing.
 
     Args:
       host: the machine's or the container's memory.
+      draft: see `kv_cache.block_bytes`.
 
     Raises:
       ConfigError: what was asked for holds no block, or isn't there.
     """
-    each = block_bytes(model, config.block_size, jnp.dtype(config.dtype))
+    each = block_bytes(model, config.block_size, jnp.dtype(config.dtype), draft)
     size = config.host_memory
     if options.host_memory is None:
         size = min(size, int(host.total * _HOST_FRACTION))

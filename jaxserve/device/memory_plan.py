@@ -11,6 +11,7 @@ import jax
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.config import EngineConfig, ModelConfig, ResolvedConfig
 from jaxserve.device.block_swap import host_tier_bytes
+from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.machine_memory import host_memory, machine_memory
 from jaxserve.device.memory import size_host_tier, size_pool
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
@@ -49,21 +50,25 @@ def plan_memory(
     buckets: ShapeBuckets,
     cache_directory: Path | None,
     progress: Progress,
+    draft: DraftModel | None = None,
 ) -> MemoryPlan:
     """Decide the pool's size and make the largest programs (and the smallest step, which serving begins with too).
 
     Args:
-      weights: bytes.
+      weights: bytes, those of a draft model included.
       cache_directory: see `ProgramMaker`.
+      draft: what drafts on the device, if anything does.
 
     Raises:
       ConfigError: something does not fit; one line that has the account.
     """
     one_block = jax.eval_shape(lambda: make_state(model, config, 1))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    keys = essential_keys(buckets, swaps=config.host_memory > 0)
+    keys = essential_keys(buckets, swaps=config.host_memory > 0, draft=draft)
     machine = machine_memory()
-    host = size_host_tier(options, config, model, host=machine if machine.on_host else host_memory())
+    cached = draft.cached if draft else None
+    on_host = machine if machine.on_host else host_memory()
+    host = size_host_tier(options, config, model, host=on_host, draft=cached)
     makers: dict[int, ProgramMaker] = {}
 
     def temporaries(num_blocks: int) -> int:
@@ -74,6 +79,7 @@ def plan_memory(
             num_blocks=num_blocks,
             platform=jax.default_backend(),
             sharding=sharding,
+            draft=draft,
         )
         for other in makers.values():  # of a number that was too large
             other.close()
@@ -90,5 +96,6 @@ def plan_memory(
         row_state=tree_bytes((one_block.sampling, one_block.last_token_ids_R)),
         temporaries=temporaries,
         host_tier=host_tier_bytes(host, on_host=machine.on_host),
+        draft=cached,
     )
     return MemoryPlan(num_blocks, host, account, makers[num_blocks])

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,21 @@ from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.block_swap import BlockSwap, host_tier_bytes
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.host_allocator import release_free_memory
 from jaxserve.device.host_pool import HostPool
 from jaxserve.device.machine_memory import machine_memory
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
 from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
-from jaxserve.device.programs import ProgramKey, ProgramMaker, essential_keys, program_keys
+from jaxserve.device.programs import (
+    DraftKey,
+    FollowKey,
+    ProgramKey,
+    ProgramMaker,
+    essential_keys,
+    program_keys,
+)
 from jaxserve.device.sampling import (
     ENTRY_BIAS,
     ENTRY_OUTPUT,
@@ -81,6 +89,8 @@ class ModelRunner:
       host: room for KV blocks in host memory; None is none.
       cache_directory: where compiled programs are kept between starts; None keeps none.
       maker: of the same programs, if some of them had to be made before; None makes one.
+      draft: what drafts on the device, if anything does.
+      draft_params: as `params`, of a draft model with weights of its own.
       clock: seconds, for measuring transfers of blocks.
       observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
 
@@ -103,6 +113,8 @@ class ModelRunner:
         cache_directory: Path | None,
         host: HostSpace | None = None,
         maker: ProgramMaker | None = None,
+        draft: DraftModel | None = None,
+        draft_params: dict[Any, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
     ) -> None:
@@ -118,12 +130,22 @@ class ModelRunner:
                 platform=jax.default_backend(),
                 sharding=sharding,
                 keep_logits=observe_logits is not None,
+                draft=draft,
             )
             maker = ProgramMaker(programs, cache_directory)
         self.padding_row = config.max_num_seqs
         self.buckets = ReadyBuckets(buckets)
         self._params = fill_params(maker.programs.params, params)
-        self._make_state = functools.partial(make_state, model, config, num_blocks)
+        self._draft = drafting = maker.programs.draft
+        self._draft_params = self._params  # of no use without a draft
+        if drafting is not None and draft_params is not None:
+            self._draft_params = fill_params(drafting.params, draft_params)
+        elif drafting is not None:
+            assert not drafting.what.is_own
+            self._draft_params = self._params.first(drafting.what.model.num_layers)
+        self._make_state = functools.partial(
+            make_state, model, config, num_blocks, drafting.what if drafting else None
+        )
         self._state = self._make_state()
         self._observe_logits = observe_logits
         self._maker = maker
@@ -132,10 +154,8 @@ class ModelRunner:
         self._host = host or HostSpace()
         self._swap: BlockSwap | None = None
         if self._host.num_blocks:
-            pool = HostPool(
-                model, self._host.num_blocks, config.block_size, np.dtype(jnp.dtype(config.dtype))
-            )
             block_bytes = self._host.block_bytes
+            pool = HostPool(self._host.num_blocks, block_bytes, np.dtype(jnp.dtype(config.dtype)))
             self._swap = BlockSwap(pool, self._executables.__getitem__, block_bytes=block_bytes, clock=clock)
 
     @property
@@ -161,9 +181,10 @@ class ModelRunner:
             than it needs (`buckets` knows which there are); a thread of low priority makes the rest.
         """
         threads = min(4, os.cpu_count() or 1)
-        buckets, swaps = self.buckets.planned, self._maker.programs.swaps
-        keys = program_keys(buckets, swaps=swaps)
-        first = keys if wait_for_all else essential_keys(buckets, swaps=swaps)
+        buckets, programs = self.buckets.planned, self._maker.programs
+        draft = programs.draft.what if programs.draft else None
+        keys = program_keys(buckets, swaps=programs.swaps, draft=draft)
+        first = keys if wait_for_all else essential_keys(buckets, swaps=programs.swaps, draft=draft)
         self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")
         if self._swap is not None:
             cache = self._swap.calibrate(self._state.kv_cache)
@@ -180,6 +201,8 @@ class ModelRunner:
         release_free_memory()
         state = self._state
         weights, kv_cache = tree_bytes(self._params), tree_bytes(state.kv_cache)
+        if self._draft is not None and self._draft.what.is_own:
+            weights += tree_bytes(self._draft_params)
         row_state = tree_bytes((state.sampling, state.last_token_ids_R))
         machine = machine_memory()
         missing = self.buckets.progress.total - self.buckets.progress.ready
@@ -206,12 +229,47 @@ class ModelRunner:
             for row in batch.rows:
                 if row.is_new and needs_state_row(row.request):
                     self._load_row(row.request)
-            step = self._executables[batch.bucket]
-            self._state, output = step(self._params, self._state, jax.device_put(batch.packed))
+            step, packed = self._executables[batch.bucket], jax.device_put(batch.packed)
+            self._follow(batch.bucket, packed)
+            self._state, output = step(self._params, self._state, packed)
         # Not when they are asked for: by then the next step may be in the way.
         for array in jax.tree.leaves(_wanted(output, batch.flags)):
             array.copy_to_host_async()
         return LaunchedStep(batch, output)
+
+    def can_draft(self, bucket: Bucket) -> bool:
+        """Whether the programs for drafting in this shape are ready."""
+        return DraftKey(bucket) in self._executables
+
+    def draft(self, batch: HostBatch, lengths: Sequence[int]) -> np.ndarray:
+        """Have the draft guess what comes after the last known token of each row, and wait for it.
+
+        Whatever goes wrong in here leaves the donated state undefined, until `rebuild_state`.
+
+        Args:
+          batch: of rows with one token each, in a shape that `can_draft`.
+          lengths: how many tokens each row wants, in the order of the batch's rows; their blocks are there.
+
+        Returns:
+          int32 [rows, most tokens of a row]; what is past a row's own length means nothing.
+        """
+        drafting, state, seqs = self._draft, self._state, batch.bucket.seqs
+        assert drafting is not None
+        lengths_S = np.zeros(seqs, np.int32)
+        lengths_S[: len(lengths)] = lengths
+        with self._compile_counter:
+            cache, drafts_KS = self._executables[DraftKey(batch.bucket)](
+                self._draft_params,
+                drafting.cache_of(state),
+                state.sampling,
+                state.last_token_ids_R,
+                jax.device_put(batch.packed),
+                lengths_S,
+                jax.device_put(np.zeros((drafting.what.max_tokens, seqs), np.int32)),
+            )
+            self._put_draft_cache(cache)
+            drafts: np.ndarray = jax.device_get(drafts_KS)
+        return drafts.T[: len(lengths), : lengths_S.max()]
 
     def is_done(self, step: LaunchedStep) -> bool:
         """Whether `read` would return at once."""
@@ -244,11 +302,27 @@ class ModelRunner:
         self._maker.stop()
         self._executables.close()
         self._maker.close()
-        _delete((self._params, self._state))
+        _delete((self._params, self._draft_params, self._state))
 
     def _on_ready(self, key: ProgramKey) -> None:
         if isinstance(key, Bucket):
             self.buckets.mark(key)
+
+    def _follow(self, bucket: Bucket, packed: jax.Array) -> None:
+        """Bring a draft model's own cache up to what the step to come computes.
+
+        Before it, because the step overwrites the tokens sampled last, which the batch may go on from.
+        """
+        drafting, state = self._draft, self._state
+        if drafting is not None and drafting.what.is_own:
+            follow = self._executables[FollowKey(bucket)]
+            cache = drafting.cache_of(state)
+            self._put_draft_cache(follow(self._draft_params, cache, state.last_token_ids_R, packed))
+
+    def _put_draft_cache(self, cache: kv_cache.KVCache) -> None:
+        assert self._draft is not None
+        whole = self._state.kv_cache.with_part(self._draft.first_layer, cache)
+        self._state = dataclasses.replace(self._state, kv_cache=whole)
 
     def _copy_blocks(self, pairs: tuple[tuple[int, int], ...]) -> None:
         for group in _independent_groups(pairs, kv_cache.COPY_BATCH):

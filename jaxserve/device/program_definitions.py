@@ -6,6 +6,7 @@ Everything here works on shapes alone, so that programs can be made before, or w
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,6 +19,8 @@ from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
+from jaxserve.device.draft import DraftParts, Moving, draft_parts, draft_step, follow_step
+from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
 from jaxserve.device.products import choose_products
 from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
@@ -32,6 +35,28 @@ SCATTER_BLOCKS = "scatter_blocks"
 
 
 @dataclass(frozen=True)
+class DraftPrograms:
+    """Those of what drafts (`device.draft`), as functions of abstract arrays.
+
+    Attributes:
+      what: see `DraftModel`.
+      parts: a bucket's, as functions.
+      model, params: as those of `Programs`; of a draft without weights of its own, the target's first ones.
+      first_layer: where its layers begin in the KV cache.
+    """
+
+    what: DraftModel
+    parts: Callable[[Bucket], DraftParts]
+    model: StepModel
+    params: StepParams
+    first_layer: int
+
+    def cache_of(self, state: DeviceState) -> kv_cache.KVCache:
+        """Its part of the KV cache."""
+        return state.kv_cache.part(self.first_layer, self.first_layer + len(self.model.layers))
+
+
+@dataclass(frozen=True)
 class Programs:
     """The programs of an engine, as functions of abstract arrays.
 
@@ -42,6 +67,7 @@ class Programs:
       params: a model's parameters, state: everything that a step changes; both of `jax.ShapeDtypeStruct`.
       keep_logits: steps return their logits as well.
       swaps: there are programs that move blocks to host memory and back.
+      draft: what drafts on the device, if anything does.
       identity: by name, all that decides what the programs are besides versions, code and device; for the manifest.
     """
 
@@ -52,6 +78,7 @@ class Programs:
     state: DeviceState
     keep_logits: bool
     swaps: bool
+    draft: DraftPrograms | None
     identity: dict[str, Any]
 
 
@@ -64,6 +91,7 @@ def describe_programs(
     platform: str,
     sharding: jax.sharding.Sharding,
     keep_logits: bool = False,
+    draft: DraftModel | None = None,
 ) -> Programs:
     """The programs of an engine with this configuration.
 
@@ -72,15 +100,19 @@ def describe_programs(
       platform: what they will run on: "cpu", "gpu", ...
       sharding: of every array.
     """
-    cut, params = split_model(
-        model,
-        dtype=jnp.dtype(config.dtype),
-        deterministic=config.deterministic,
-        quantization=config.quantization,
-        change=partial(choose_products, attention=attention),
-    )
-    state = jax.eval_shape(lambda: make_state(model, config, num_blocks))
-    params, state = _placed((params, state), sharding)
+
+    def cut_of(model: ModelConfig) -> tuple[StepModel, StepParams]:
+        cut, params = split_model(
+            model,
+            dtype=jnp.dtype(config.dtype),
+            deterministic=config.deterministic,
+            quantization=config.quantization,
+            change=partial(choose_products, attention=attention),
+        )
+        return cut, _placed(params, sharding)
+
+    cut, params = cut_of(model)
+    state = _placed(jax.eval_shape(lambda: make_state(model, config, num_blocks, draft)), sharding)
     attention_options = {"scale": model.head_dim**-0.5, "backend": attention}
     on_cpu = platform == "cpu"
     options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
@@ -99,11 +131,33 @@ def describe_programs(
         "rows_at_once": rows_at_once,
         "by_layer": on_cpu,
         "keep_logits": keep_logits,
+        "draft": draft,
         "arrays": _digest((params, state)),
     }
     parts = lambda bucket: step_parts(cut, bucket, attend, rows_at_once, **options)  # noqa: E731
+    drafting = None
+    if draft is not None:
+        num_layers = draft.model.num_layers
+        own = cut_of(draft.model) if draft.is_own else (cut.first(num_layers), params.first(num_layers))
+        drafting = _describe_draft(
+            draft, *own, model.num_layers if draft.is_own else 0, rows_at_once, config.block_size
+        )
     swaps = config.host_memory > 0
-    return Programs(parts, on_cpu, cut, params, state, keep_logits, swaps, identity)
+    return Programs(parts, on_cpu, cut, params, state, keep_logits, swaps, drafting, identity)
+
+
+def _describe_draft(
+    draft: DraftModel,
+    model: StepModel,
+    params: StepParams,
+    first_layer: int,
+    rows_at_once: int,
+    block_size: int,
+) -> DraftPrograms:
+    scale = draft.model.head_dim**-0.5
+    attend = jax.jit(partial(ragged_paged_attention, scale=scale, backend=draft.attention))
+    parts = lambda bucket: draft_parts(model, bucket, attend, rows_at_once, block_size)  # noqa: E731
+    return DraftPrograms(draft, parts, model, params, first_layer)
 
 
 def _digest(arrays: Any) -> str:
@@ -113,10 +167,13 @@ def _digest(arrays: Any) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def make_state(model: ModelConfig, config: ResolvedConfig, num_blocks: int) -> DeviceState:
+def make_state(
+    model: ModelConfig, config: ResolvedConfig, num_blocks: int, draft: DraftModel | None = None
+) -> DeviceState:
     """An empty device state; its last row of sampling state is for padding."""
+    cached = draft.cached if draft else None
     return DeviceState(
-        kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, jnp.dtype(config.dtype)),
+        kv_cache=kv_cache.allocate(model, num_blocks, config.block_size, jnp.dtype(config.dtype), cached),
         sampling=init_state(config.max_num_seqs + 1, model.vocab_size),
         last_token_ids_R=jnp.zeros(config.max_num_seqs + 1, jnp.int32),
     )
@@ -170,28 +227,15 @@ def whole_step(programs: Programs, bucket: Bucket) -> Definition:
 def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
     """By part: "begin", "layer0", ... for each kind of layer, "select", "sample", "score"."""
     parts, params, state = programs.parts(bucket), programs.params, programs.state
-    first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
-    [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
-    # Arrays that parts hand on: as tree structures, and (traced) as shapes.
-    leaf, batch_like, shared_like = 0, ForwardBatch.structure(), (0,) * programs.model.num_shared_arrays
-    begun = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), sharding))
+    leaf, batch_like = 0, ForwardBatch.structure()
+    sharding = _sharding_of(state)
+    forward, begun = _forward(bucket, str(bucket), parts, programs.model, params, state.kv_cache, state)
 
     def select_arguments() -> tuple[Any, ...]:
         batch, x_TD, _ = begun()
         return params.ends, x_TD, batch
 
     selected = cache(lambda: _placed(jax.eval_shape(parts.select, *select_arguments()), sharding))
-
-    def layer(index: int, kind: int) -> Definition:
-        weights, pool = params.layers[index], state.kv_cache.layer(index)
-
-        def arguments() -> tuple[Any, ...]:
-            batch, x_TD, shared = begun()
-            return weights, pool, x_TD, shared, batch
-
-        like = (weights, pool, leaf, shared_like, batch_like)
-        name = f"{bucket}.layer{kind}"
-        return _define(name, parts.layers[index], (1, 2), like, result=(pool, leaf), arguments=arguments)
 
     def sample_arguments() -> tuple[Any, ...]:
         batch, _, _ = begun()
@@ -203,10 +247,8 @@ def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
         _, hidden_PD, targets_P = selected()
         return params.ends, hidden_PD, targets_P, batch.flags
 
-    kinds = programs.model.kinds
     return {
-        "begin": _define(f"{bucket}.begin", parts.begin, (), first, result=(batch_like, leaf, shared_like)),
-        **{f"layer{kind}": layer(kinds.index(kind), kind) for kind in set(kinds)},
+        **forward,
         "select": _define(
             f"{bucket}.select",
             parts.select,
@@ -234,6 +276,116 @@ def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
     }
 
 
+def _forward(
+    bucket: Bucket,
+    name: str,
+    parts: StepParts | DraftParts,
+    model: StepModel,
+    params: StepParams,
+    cache_: kv_cache.KVCache,
+    state: DeviceState,
+) -> tuple[dict[str, Definition], Callable[[], Any]]:
+    """("begin", "layer0", ... for each kind of layer; what `begin` gives, as shapes, which takes tracing)
+
+    Args:
+      name: what the programs' names begin with.
+      cache_: of these layers.
+    """
+    first = (params.ends, state.last_token_ids_R, _ints(packed_size(bucket)))
+    # Arrays that parts hand on, as tree structures.
+    leaf, batch_like, shared_like = 0, ForwardBatch.structure(), (0,) * model.num_shared_arrays
+    begun = cache(lambda: _placed(jax.eval_shape(parts.begin, *first), _sharding_of(state)))
+
+    def layer(index: int, kind: int) -> Definition:
+        weights, pool = params.layers[index], cache_.layer(index)
+
+        def arguments() -> tuple[Any, ...]:
+            batch, x_TD, shared = begun()
+            return weights, pool, x_TD, shared, batch
+
+        like = (weights, pool, leaf, shared_like, batch_like)
+        return _define(
+            f"{name}.layer{kind}", parts.layers[index], (1, 2), like, result=(pool, leaf), arguments=arguments
+        )
+
+    kinds = model.kinds
+    definitions = {
+        "begin": _define(f"{name}.begin", parts.begin, (), first, result=(batch_like, leaf, shared_like)),
+        **{f"layer{kind}": layer(kinds.index(kind), kind) for kind in set(kinds)},
+    }
+    return definitions, begun
+
+
+def parts_of_follow(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
+    """By part: "begin", "layer0", ..."""
+    return _draft_forward(programs, bucket)[0]
+
+
+def parts_of_draft(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
+    """By part: those of `parts_of_follow`, and "next"."""
+    draft, state = _drafting(programs), programs.state
+    forward, begun = _draft_forward(programs, bucket)
+    leaf, shared_like = 0, (0,) * draft.model.num_shared_arrays
+
+    def arguments() -> tuple[Any, ...]:
+        batch, x_TD, _ = begun()
+        return draft.params.ends, state.sampling, x_TD, batch, *_draft_arguments(draft, bucket), _ints()
+
+    like = (draft.params.ends, state.sampling, leaf, ForwardBatch.structure(), leaf, leaf, leaf)
+    return {
+        **forward,
+        "next": _define(
+            f"{bucket}.draft.next",
+            draft.parts(bucket).next,
+            (2, 5),
+            like,
+            result=(leaf, Moving.structure(), leaf, shared_like),
+            arguments=arguments,
+        ),
+    }
+
+
+def whole_follow(programs: Programs, bucket: Bucket) -> Definition:
+    draft, state = _drafting(programs), programs.state
+    cache_ = draft.cache_of(state)
+    arguments = (draft.params, cache_, state.last_token_ids_R, _ints(packed_size(bucket)))
+    function = partial(follow_step, draft.parts(bucket))
+    return _define(f"{bucket}.follow", function, (1,), arguments, result=cache_)
+
+
+def whole_draft(programs: Programs, bucket: Bucket) -> Definition:
+    draft, state = _drafting(programs), programs.state
+    cache_ = draft.cache_of(state)
+    packed = _ints(packed_size(bucket))
+    last = _draft_arguments(draft, bucket)
+    arguments = (draft.params, cache_, state.sampling, state.last_token_ids_R, packed, *last)
+    function = partial(draft_step, draft.parts(bucket))
+    return _define(f"{bucket}.draft", function, (1, 6), arguments, result=(cache_, 0))
+
+
+def _draft_forward(programs: Programs, bucket: Bucket) -> tuple[dict[str, Definition], Callable[[], Any]]:
+    draft, state = _drafting(programs), programs.state
+    # Without weights of its own it is the target's first layers, whose programs it shares.
+    name = f"{bucket}.draft" if draft.what.is_own else str(bucket)
+    parts = draft.parts(bucket)
+    return _forward(bucket, name, parts, draft.model, draft.params, draft.cache_of(state), state)
+
+
+def _draft_arguments(draft: DraftPrograms, bucket: Bucket) -> tuple[Any, Any]:
+    """(lengths_S, drafts_KS)"""
+    return _ints(bucket.seqs), _ints(draft.what.max_tokens, bucket.seqs)
+
+
+def _drafting(programs: Programs) -> DraftPrograms:
+    assert programs.draft is not None
+    return programs.draft
+
+
+def _sharding_of(state: DeviceState) -> jax.sharding.Sharding:
+    [sharding] = {leaf.sharding for leaf in jax.tree.leaves(state)}
+    return sharding
+
+
 def state_program(programs: Programs, key: str) -> Definition:
     state = programs.state
     if key == COPY_BLOCKS:
@@ -241,7 +393,8 @@ def state_program(programs: Programs, key: str) -> Definition:
         return _define(key, kv_cache.copy_blocks, (0,), copies, result=state.kv_cache)
     if key in (GATHER_BLOCKS, SCATTER_BLOCKS):
         pool, block_ids = state.kv_cache.k[0], _ints(kv_cache.SWAP_BATCH)
-        shape = (kv_cache.SWAP_BATCH, 2 * len(state.kv_cache.k), *pool.shape[1:])
+        values = sum(math.prod(each.shape[1:]) for each in jax.tree.leaves(state.kv_cache))
+        shape = (kv_cache.SWAP_BATCH, values)
         blocks = jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.sharding)
         if key == GATHER_BLOCKS:
             return _define(key, kv_cache.gather_blocks, (), (state.kv_cache, block_ids), result=0)

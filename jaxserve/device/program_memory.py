@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from jaxserve.device.draft import DraftParts, ForwardParts
 from jaxserve.device.step_parts import StepParts
 
 
@@ -13,8 +14,13 @@ def temporary_bytes(program: Any) -> int:
 
     What it returns in the place of an argument costs nothing.
     """
-    if not (isinstance(program, partial) and isinstance(program.args[0], StepParts)):
+    if not isinstance(program, partial):
         return _own(program)
+    if isinstance(program.args[0], ForwardParts):
+        forward = program.args[0]
+        rest = [forward.next] if isinstance(forward, DraftParts) else []
+        every = [*set(forward.layers), *rest]
+        return max(_own(forward.begin), _results(forward.begin) + max(map(_own, every)))
     parts: StepParts = program.args[0]
     # What `begin` and `select` give lives until the end; so does, on its way to the host, what is sampled.
     begun, selected = _results(parts.begin), _results(parts.select)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.ready_buckets import in_order_of_use
 from jaxserve.device.compile_threads import in_threads
 from jaxserve.device.compiled import BuildStoppedError
+from jaxserve.device.draft import DraftParts, ForwardParts, draft_step, follow_step, repeat_on_host
+from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import (
     COPY_BLOCKS,
@@ -22,33 +25,80 @@ from jaxserve.device.program_definitions import (
     SCATTER_BLOCKS,
     Definition,
     Programs,
+    parts_of_draft,
+    parts_of_follow,
     parts_of_step,
     state_program,
+    whole_draft,
+    whole_follow,
     whole_step,
 )
 from jaxserve.device.program_manifest import DeviceIdentity, local_device, make_manifest
 from jaxserve.device.step import serve_step
-from jaxserve.device.step_parts import StepParts
+from jaxserve.device.step_parts import StepModel, StepParts
 from jaxserve.device.traced_sources import hash_sources, traced_sources
 from jaxserve.progress import Progress
 
-ProgramKey = Bucket | str
+
+@dataclass(frozen=True, slots=True)
+class DraftKey:
+    """Drafting for a batch of one-token rows."""
+
+    bucket: Bucket
 
 
-def essential_keys(buckets: ShapeBuckets, *, swaps: bool) -> list[ProgramKey]:
+@dataclass(frozen=True, slots=True)
+class FollowKey:
+    """The draft model's part in a step."""
+
+    bucket: Bucket
+
+
+ProgramKey = Bucket | DraftKey | FollowKey | str
+
+
+def essential_keys(
+    buckets: ShapeBuckets, *, swaps: bool, draft: DraftModel | None = None
+) -> list[ProgramKey]:
     """With these an engine can run any step: the largest shape first, and the smallest.
 
     Args:
-      swaps: see `Programs`.
+      swaps, draft: see `Programs`.
     """
     largest, *smallest = in_order_of_use(buckets.all_buckets())[:2]
     moves = [GATHER_BLOCKS, SCATTER_BLOCKS] if swaps else []
-    return [largest, COPY_BLOCKS, LOAD_ROW, *moves, *smallest]
+    return [
+        *_step_keys([largest], draft),
+        COPY_BLOCKS,
+        LOAD_ROW,
+        *moves,
+        *_step_keys(smallest, draft),
+        *_draft_keys(buckets, smallest, draft),
+    ]
 
 
-def program_keys(buckets: ShapeBuckets, *, swaps: bool) -> list[ProgramKey]:
+def program_keys(buckets: ShapeBuckets, *, swaps: bool, draft: DraftModel | None = None) -> list[ProgramKey]:
     """Everything that an engine may ever run, the essential ones first."""
-    return [*essential_keys(buckets, swaps=swaps), *in_order_of_use(buckets.all_buckets())[2:]]
+    keys = essential_keys(buckets, swaps=swaps, draft=draft)
+    for bucket in in_order_of_use(buckets.all_buckets())[2:]:
+        keys += [*_step_keys([bucket], draft), *_draft_keys(buckets, [bucket], draft)]
+    largest = in_order_of_use(buckets.all_buckets())[:1]
+    return [*keys, *_draft_keys(buckets, largest, draft)]
+
+
+def _step_keys(buckets: Sequence[Bucket], draft: DraftModel | None) -> list[ProgramKey]:
+    """A shape is ready once the last of its keys is."""
+    follows = draft is not None and draft.is_own
+    return [key for bucket in buckets for key in ([FollowKey(bucket), bucket] if follows else [bucket])]
+
+
+def _draft_keys(
+    all_buckets: ShapeBuckets, buckets: Sequence[Bucket], draft: DraftModel | None
+) -> list[ProgramKey]:
+    """Of those shapes that batches of one-token rows come in, once all shapes are ready."""
+    if draft is None:
+        return []
+    return [DraftKey(bucket) for bucket in buckets if bucket in all_buckets.decode_buckets()]
 
 
 def open_cache(programs: Programs, directory: Path, device: DeviceIdentity) -> ExecutableCache | None:
@@ -80,10 +130,15 @@ class ProgramMaker:
     def __call__(self, key: ProgramKey) -> Any:
         """The program, ready to call with arrays of the described shapes.
 
-        That of a bucket takes (params, state, packed) and gives (state, output).
+        That of a bucket takes (params, state, packed) and gives (state, output); those of drafts are functions of
+        `device.draft` with their first argument given.
         """
         if isinstance(key, Bucket):
             return self._make_step(key)
+        if isinstance(key, FollowKey):
+            return self._make_follow(key.bucket)
+        if isinstance(key, DraftKey):
+            return self._make_draft(key.bucket)
         return self._make(state_program(self.programs, key))
 
     def prepare(self, keys: Sequence[ProgramKey], *, threads: int, progress: Progress) -> list[Any]:
@@ -111,9 +166,31 @@ class ProgramMaker:
 
     def make_parts(self, bucket: Bucket) -> StepParts:
         """A bucket's step as a program for each part."""
-        made = {name: self._make(part) for name, part in parts_of_step(self.programs, bucket).items()}
-        layers = tuple(made[f"layer{kind}"] for kind in self.programs.model.kinds)
+        made, layers = self._make_all(parts_of_step(self.programs, bucket), self.programs.model)
         return StepParts(made["begin"], layers, made["select"], made["sample"], made["score"])
+
+    def _make_follow(self, bucket: Bucket) -> Any:
+        programs = self.programs
+        if not programs.by_layer:
+            return self._make(whole_follow(programs, bucket))
+        assert programs.draft is not None
+        made, layers = self._make_all(parts_of_follow(programs, bucket), programs.draft.model)
+        return partial(follow_step, ForwardParts(made["begin"], layers))
+
+    def _make_draft(self, bucket: Bucket) -> Any:
+        programs = self.programs
+        if not programs.by_layer:
+            return self._make(whole_draft(programs, bucket))
+        assert programs.draft is not None
+        made, layers = self._make_all(parts_of_draft(programs, bucket), programs.draft.model)
+        return partial(draft_step, DraftParts(made["begin"], layers, made["next"]), repeat=repeat_on_host)
+
+    def _make_all(
+        self, definitions: Mapping[str, Definition], model: StepModel
+    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """(programs by part, those of the model's layers)"""
+        made = {name: self._make(part) for name, part in definitions.items()}
+        return made, tuple(made[f"layer{kind}"] for kind in model.kinds)
 
     def _make(self, definition: Definition) -> Any:
         """The one program of a definition's name: shapes share some, and two threads may ask at once."""

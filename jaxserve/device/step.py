@@ -280,13 +280,30 @@ def serve_step(
     Called with functions for parts inside a program, or with programs for parts outside of any.
     """
     batch, x_TD, shared = parts.begin(params.ends, state.last_token_ids_R, packed)
-    caches = []
-    for index, (part, layer) in enumerate(zip(parts.layers, params.layers, strict=True)):
-        with jax.named_scope(f"layer_{index}"):
-            cache, x_TD = part(layer, state.kv_cache.layer(index), x_TD, shared, batch)
-        caches.append(cache)
+    cache, x_TD = run_layers(parts.layers, params, state.kv_cache, x_TD, shared, batch)
     sampling, last_token_ids_R, output = finish_step(parts, params.ends, state, x_TD, batch)
-    return DeviceState(join_layers(caches), sampling, last_token_ids_R), output
+    return DeviceState(cache, sampling, last_token_ids_R), output
+
+
+def run_layers(
+    layers: tuple[Callable[..., Any], ...],
+    params: StepParams,
+    cache: KVCache,
+    x_TD: jax.Array,
+    shared: tuple[jax.Array, ...],
+    batch: ForwardBatch,
+) -> tuple[KVCache, jax.Array]:
+    """All layers of a model, one after the other: (cache, x_TD).
+
+    Args:
+      cache: may have further layers, which stay as they are.
+    """
+    caches = []
+    for index, (part, layer) in enumerate(zip(layers, params.layers, strict=True)):
+        with jax.named_scope(f"layer_{index}"):
+            own, x_TD = part(layer, cache.layer(index), x_TD, shared, batch)
+        caches.append(own)
+    return cache.with_part(0, join_layers(caches)), x_TD
 
 
 def finish_step(

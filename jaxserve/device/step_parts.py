@@ -34,6 +34,10 @@ class StepParams:
     ends: nnx.State
     layers: tuple[nnx.State, ...]
 
+    def first(self, num_layers: int) -> StepParams:
+        """Those of the first layers, with the same ends."""
+        return StepParams(self.ends, self.layers[:num_layers])
+
 
 @dataclass(frozen=True)
 class StepModel:
@@ -50,6 +54,10 @@ class StepModel:
     layers: tuple[nnx.GraphDef, ...]
     kinds: tuple[int, ...]
     num_shared_arrays: int
+
+    def first(self, num_layers: int) -> StepModel:
+        """The first layers, with the same ends."""
+        return dataclasses.replace(self, layers=self.layers[:num_layers], kinds=self.kinds[:num_layers])
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def make(
     dtype: Any = jnp.float32, clock: Callable[[], float] = itertools.count().__next__
 ) -> tuple[BlockSwap, KVCache]:
     """With every block's number in all of its entries, plus the layer's."""
-    pool = HostPool(MODEL, HOST_BLOCKS, BLOCK_SIZE, np.dtype(dtype))
+    pool = HostPool(HOST_BLOCKS, kv_cache.block_bytes(MODEL, BLOCK_SIZE, dtype), np.dtype(dtype))
     swap = BlockSwap(pool, PROGRAMS.__getitem__, block_bytes=EACH, clock=clock)
     shape = (BLOCKS + 1, MODEL.num_kv_heads, BLOCK_SIZE, MODEL.head_dim)
     numbers = np.broadcast_to(np.arange(BLOCKS + 1)[:, None, None, None], shape)
@@ -91,7 +91,7 @@ def test_it_is_as_if_all_moved_at_once(
     assert contents(cache).tolist() == [device[d] for d in range(BLOCKS)]
     swap.collect()
     blocks = swap.pool.read(sorted(host), len(host))
-    assert (blocks[:, 0, 0, 0, 0] / 4).astype(int).tolist() == [host[h] for h in sorted(host)]
+    assert (blocks[:, 0] / 4).astype(int).tolist() == [host[h] for h in sorted(host)]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
