@@ -14,7 +14,8 @@ SchedulerKind = Literal["continuous", "static"]
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["int8"]
 _HOST_MEMORY = 4 * 2**30  # where there is an accelerator
-SPECULATORS = ("ngram",)
+NGRAM = "ngram"
+_SELF = "self:"
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
@@ -127,7 +128,9 @@ class EngineConfig:
       overlap: launch a step before the tokens of the one before have been read, so that the device need not wait for
         the host; None does so on accelerators. Not with the static scheduler.
       speculative: who proposes draft tokens for steps to verify; None: nobody. "ngram" looks for the last few tokens
-        earlier in prompt and output, and proposes what came behind them there. Not with the static scheduler.
+        earlier in prompt and output, and proposes what came behind them there. "self:K" drafts with the model's own
+        first K layers. Anything else is the name or path of a draft model: a smaller one of the same vocabulary.
+        Not with the static scheduler.
       num_speculative_tokens: most drafts of a request in a step.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
@@ -272,16 +275,33 @@ def resolve(options: EngineConfig, model: ModelConfig, *, platform: str) -> Reso
         policy=options.policy,
         host_memory=_resolve_host_memory(options, on_cpu),
         speculative=options.speculative,
-        num_speculative_tokens=_resolve_speculation(options, max_tokens),
+        num_speculative_tokens=_resolve_speculation(options, model, max_tokens),
     )
 
 
-def _resolve_speculation(options: EngineConfig, max_tokens: int) -> int:
+def self_draft_layers(speculative: str) -> int | None:
+    """K of "self:K"; None for anything else.
+
+    Raises:
+      ConfigError: K is no number.
+    """
+    if not speculative.startswith(_SELF):
+        return None
+    number = speculative.removeprefix(_SELF)
+    if not (number.isascii() and number.isdigit()):
+        raise ConfigError(f"speculative: expected self:K with a number of layers K, got {speculative!r}")
+    return int(number)
+
+
+def _resolve_speculation(options: EngineConfig, model: ModelConfig, max_tokens: int) -> int:
     """Most drafts of a request in a step."""
     if options.speculative is None:
         return 0
-    if options.speculative not in SPECULATORS:
-        raise ConfigError(f"speculative must be one of {', '.join(SPECULATORS)}; got {options.speculative!r}")
+    layers = self_draft_layers(options.speculative)
+    if layers is not None and not 1 <= layers <= model.num_layers:
+        raise ConfigError(
+            f"speculative: self:K drafts with 1 to {model.num_layers} layers of this model, got {layers}"
+        )
     if options.scheduler == "static":
         raise ConfigError("the static scheduler, a baseline, verifies no drafts")
     most = min(MAX_SPECULATIVE_TOKENS, max_tokens - 1)

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.host_tier import HostSpace
-from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, work_of
 from jaxserve.speculative.proposer import Proposer
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
@@ -303,7 +303,7 @@ class EngineCore:
         """Plan a step and hand it to the device; None when nothing can be planned."""
         self._look_at_device()
         if self._proposer is not None and (wanted := self._scheduler.plan_drafts()):
-            self._scheduler.take_drafts(wanted, self._proposer.propose(wanted))
+            self._scheduler.take_drafts(wanted, self._drafts_for(self._proposer, wanted))
         plan = self._scheduler.schedule(now)
         if not plan.scheduled:
             return None
@@ -312,6 +312,11 @@ class EngineCore:
         step = self._on_device(self._runner.launch, plan, batch)
         self._gap.launched(self._clock())
         return _Launched(plan, batch, step)
+
+    def _drafts_for(self, proposer: Proposer, wanted: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
+        if proposer.uses_device:
+            return self._on_device(proposer.propose, wanted)
+        return proposer.propose(wanted)
 
     def _on_device[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Have the runner do something that may take long, or fail."""

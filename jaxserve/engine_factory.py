@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.batch.buckets import step_limits
+from jaxserve.batch.builder import BatchBuilder
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import EngineConfig
 from jaxserve.device.host_allocator import keep_freed_memory
@@ -20,6 +21,7 @@ from jaxserve.engine import EngineCore
 from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.recording.recorded_engine import RecordedEngine, recording_options
+from jaxserve.speculative.device_proposer import DeviceProposer
 from jaxserve.speculative.factory import create_proposer
 from pallas_kernels.paged_attention import facts_of
 
@@ -60,6 +62,11 @@ def create_engine(
     params = checkpoint.load_params(
         jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
     )
+    draft_params = None
+    if setup.draft_checkpoint is not None:
+        draft_params = setup.draft_checkpoint.load_params(
+            jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
+        )
     runner = ModelRunner(
         checkpoint.config,
         config,
@@ -70,15 +77,20 @@ def create_engine(
         buckets=setup.buckets,
         cache_directory=cache_directory(options),
         maker=plan.maker,
+        draft=setup.draft,
+        draft_params=draft_params,
     )
-    del params  # the runner's alone now: closing it frees them
-    runner.warm_up(progress, wait_for_all=wait_for_programs)
+    del params, draft_params  # the runner's alone now: closing it frees them
+    drafts = setup.draft is not None
+    # A recording knows which shapes were ready for steps, not for drafts.
+    runner.warm_up(progress, wait_for_all=wait_for_programs or (drafts and recording is not None))
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     if (programs := cache_directory(options)) is not None:
         evict_programs(programs, options.program_cache_bytes)
     if make is None:
         make = EngineCore if recording is None else partial(RecordedEngine, recording=recording)
+    builder = BatchBuilder(runner.buckets, block_size=config.block_size, padding_row=runner.padding_row)
     engine = make(
         model_name=served_name or checkpoint.name,
         config=config,
@@ -90,7 +102,8 @@ def create_engine(
         num_blocks=plan.num_blocks,
         host=plan.host,
         recorder=recorder,
-        proposer=create_proposer(config),
+        builder=builder if drafts else None,
+        proposer=DeviceProposer(runner, builder) if drafts else create_proposer(config),
     )
     account = runner.account(temporaries=plan.account.temporaries)
     logger.info("memory, as accounted before serving:\n%s", account.table())

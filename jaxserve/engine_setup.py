@@ -11,9 +11,18 @@ import jax.numpy as jnp
 from jaxserve.batch.bucket_plan_file import read_plan
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets, planned_buckets
 from jaxserve.checkpoint import Checkpoint, open_checkpoint, resolve_model
-from jaxserve.config import EngineConfig, ResolvedConfig, resolve
+from jaxserve.config import (
+    NGRAM,
+    EngineConfig,
+    ModelConfig,
+    ResolvedConfig,
+    resolve,
+    self_draft_layers,
+)
 from jaxserve.device.attention import choose_attention
+from jaxserve.device.draft_model import DraftModel, first_layers
 from jaxserve.device.memory_plan import MemoryPlan, plan_memory
+from jaxserve.errors import ConfigError
 from jaxserve.model_store import default_store
 from jaxserve.progress import Progress
 from jaxserve.scheduler.policy_loading import load_policy
@@ -28,6 +37,15 @@ class EngineSetup:
     config: ResolvedConfig
     attention: Backend
     buckets: ShapeBuckets
+    draft: DraftModel | None = None
+    draft_checkpoint: Checkpoint | None = None  # of a draft model with weights of its own
+
+    @property
+    def param_bytes(self) -> int:
+        """What all weights will take on the device."""
+        checkpoints = (self.checkpoint, self.draft_checkpoint)
+        dtype, quantization = jnp.dtype(self.config.dtype), self.config.quantization
+        return sum(each.param_bytes(dtype, quantization=quantization) for each in checkpoints if each)
 
 
 def set_up(
@@ -49,7 +67,44 @@ def set_up(
         load_policy(config)  # so that an error in it comes now
     attention = choose_attention(checkpoint.config, config, device)
     buckets = planned_buckets(shapes, config) if shapes else default_buckets(config)
-    return EngineSetup(checkpoint, config, attention, buckets)
+    draft_checkpoint = _open_draft(checkpoint, config, store=store, progress=progress)
+    draft = _choose_draft(checkpoint.config, config, attention, device, draft_checkpoint)
+    return EngineSetup(checkpoint, config, attention, buckets, draft, draft_checkpoint)
+
+
+def _open_draft(
+    target: Checkpoint, config: ResolvedConfig, *, store: Path | None, progress: Progress
+) -> Checkpoint | None:
+    name = config.speculative
+    if name is None or name == NGRAM or self_draft_layers(name) is not None:
+        return None
+    checkpoint = open_checkpoint(resolve_model(name, store=store or default_store(), progress=progress))
+    words = [each.tokenizer_parts.backend.get_vocab(with_added_tokens=True) for each in (target, checkpoint)]
+    if words[0] != words[1] or target.config.vocab_size != checkpoint.config.vocab_size:
+        raise ConfigError(
+            f"speculative: {checkpoint.name} can't draft for {target.name}, its vocabulary is another one"
+        )
+    if checkpoint.config.max_position_embeddings < config.max_model_len:
+        raise ConfigError(
+            f"speculative: the draft model's context of {checkpoint.config.max_position_embeddings} tokens is shorter "
+            f"than max_model_len {config.max_model_len}"
+        )
+    return checkpoint
+
+
+def _choose_draft(
+    target: ModelConfig,
+    config: ResolvedConfig,
+    attention: Backend,
+    device: DeviceFacts,
+    checkpoint: Checkpoint | None,
+) -> DraftModel | None:
+    most = config.num_speculative_tokens
+    if checkpoint is not None:
+        own = choose_attention(checkpoint.config, config, device)
+        return DraftModel(checkpoint.config, is_own=True, attention=own, max_tokens=most)
+    layers = self_draft_layers(config.speculative or "")
+    return None if layers is None else first_layers(target, layers, attention, most)
 
 
 def plan_memory_of(setup: EngineSetup, options: EngineConfig, progress: Progress) -> MemoryPlan:
@@ -59,11 +114,12 @@ def plan_memory_of(setup: EngineSetup, options: EngineConfig, progress: Progress
         options,
         config,
         checkpoint.config,
-        weights=checkpoint.param_bytes(jnp.dtype(config.dtype), quantization=config.quantization),
+        weights=setup.param_bytes,
         attention=setup.attention,
         buckets=setup.buckets,
         cache_directory=cache_directory(options),
         progress=progress,
+        draft=setup.draft,
     )
 
 

@@ -27,6 +27,7 @@ from jaxserve.checkpoint import open_checkpoint
 from jaxserve.config import EngineConfig, GenerationDefaults, ModelConfig, ResolvedConfig, resolve
 from jaxserve.device import kv_cache
 from jaxserve.device.attention import choose_attention
+from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.model_runner import LaunchedStep, ModelRunner
 from jaxserve.engine import EngineCore
 from jaxserve.models.random_weights import init_random
@@ -35,6 +36,7 @@ from jaxserve.progress import NullProgress
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.speculative.device_proposer import DeviceProposer
 from jaxserve.speculative.proposer import Proposer
 from jaxserve.tokenizer import Tokenizer
 
@@ -134,11 +136,22 @@ class ServedModel:
         runner: Any = None,
         clock: Callable[[], float] = time.monotonic,
         proposer: Proposer | None = None,
+        drafts: bool = False,
         **changes: Any,
     ) -> EngineCore:
-        """A new engine; `changes` are fields of the configuration that only the host knows, none beyond the model's."""
+        """A new engine; `changes` are fields of the configuration that only the host knows, none beyond the model's.
+
+        Args:
+          drafts: the runner's draft proposes.
+        """
         config = dataclasses.replace(self.config, **changes)
         num_blocks = num_blocks or self.num_blocks
+        runner, builder = runner or self.runner, None
+        if drafts:
+            builder = BatchBuilder(
+                self.buckets, block_size=config.block_size, padding_row=self.runner.padding_row
+            )
+            proposer = DeviceProposer(runner, builder)
         assert config.max_rows <= self.config.max_rows
         assert config.max_num_seqs <= self.config.max_num_seqs
         assert config.max_num_batched_tokens <= self.config.max_num_batched_tokens
@@ -152,7 +165,8 @@ class ServedModel:
             model_config=self.model_config,
             generation=self.generation,
             tokenizer=self.tokenizer,
-            runner=runner or self.runner,
+            runner=runner,
+            builder=builder,
             buckets=self.buckets,
             num_blocks=num_blocks,
             host=HostSpace(num_host_blocks, self.host.block_bytes),
@@ -189,12 +203,16 @@ def serve(
     *,
     buckets: ShapeBuckets | None = None,
     observe_logits: Callable[[HostBatch, np.ndarray], None] | None = None,
+    draft: DraftModel | None = None,
+    draft_params: dict[Any, Any] | None = None,
 ) -> ServedModel:
     """Compile everything. The pool holds every sequence at full length."""
     config = resolve(options, model, platform="cpu")
     buckets = buckets or default_buckets(config)
     num_blocks = config.max_num_seqs * config.max_blocks_per_seq
-    block_bytes = kv_cache.block_bytes(model, config.block_size, jnp.dtype(config.dtype))
+    block_bytes = kv_cache.block_bytes(
+        model, config.block_size, jnp.dtype(config.dtype), draft.cached if draft else None
+    )
     host = HostSpace(config.host_memory // block_bytes, block_bytes)
     runner = ModelRunner(
         model,
@@ -206,6 +224,8 @@ def serve(
         host=host,
         cache_directory=cache_directory,
         observe_logits=observe_logits,
+        draft=draft,
+        draft_params=draft_params,
     )
     runner.warm_up(NullProgress())
     generation = GenerationDefaults(eos_token_ids=(2,))

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": PLAIN_DATA,
     "output_processor": PLAIN_DATA | TEXT,
     "checkpoint": PLAIN_DATA | TEXT | {"models"},
-    "speculative": PLAIN_DATA | {"scheduler"},
+    "speculative": PLAIN_DATA | {"scheduler", "batch"},
     "device": PLAIN_DATA | {"scheduler", "batch", "models", "speculative"},
     "engine": ENGINE,
     "engine_setup": ENGINE,

@@ -7,6 +7,7 @@ decode row of its own, behind that of its request's last token or of the draft b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.batch.layout import ROW_SETTINGS, Place, places, unpack
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.row_table import RowTable
-from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
 
 _PROCESSED = int(RowFlag.PENALTIES | RowFlag.LOGIT_BIAS | RowFlag.BAN_STOPS)
 
@@ -159,6 +160,16 @@ class BatchBuilder:
             batch_flags,
             () if first_row is None else tuple(first_row.tolist()),
         )
+
+    def build_for_drafts(self, wanted: Sequence[DraftRequest]) -> HostBatch:
+        """A batch of the last known token of each request, for `device.draft`; no part of any plan."""
+        for item in wanted:
+            self._table.preview(item.slot, item.new_block_ids)
+        rows = [
+            ScheduledRequest(item.request, item.request.num_tokens - 1, 1, item.slot, (), samples=True)
+            for item in wanted
+        ]
+        return self.build(SchedulerOutput(-1, tuple(rows)))
 
 
 def _columns(scheduled: tuple[ScheduledRequest, ...]) -> tuple[np.ndarray, ...]:

@@ -128,7 +128,7 @@ def next_tokens(
     """
     module = nnx.merge(model.ends, ends)
     logits_SV = module.compute_logits(module.norm(x_TD[batch.logits_indices_S]))
-    token_S, _, _ = sample(logits_SV, batch.sampling, batch.flags, sampling, rows_at_once=rows_at_once)
+    token_S, _ = sample(logits_SV, batch.sampling, batch.flags, sampling, rows_at_once=rows_at_once)
     moving = advance(batch, token_S, index + 1 < lengths_S, block_size)
     x_TD, shared = module.embed(moving.token_ids_T, moving.positions_T)
     return drafts_KS.at[index].set(token_S), moving, x_TD, shared

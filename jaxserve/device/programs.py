@@ -89,7 +89,10 @@ def program_keys(buckets: ShapeBuckets, *, swaps: bool, draft: DraftModel | None
 def _step_keys(buckets: Sequence[Bucket], draft: DraftModel | None) -> list[ProgramKey]:
     """A shape is ready once the last of its keys is."""
     follows = draft is not None and draft.is_own
-    return [key for bucket in buckets for key in ([FollowKey(bucket), bucket] if follows else [bucket])]
+    keys: list[ProgramKey] = []
+    for bucket in buckets:
+        keys += [FollowKey(bucket), bucket] if follows else [bucket]
+    return keys
 
 
 def _draft_keys(

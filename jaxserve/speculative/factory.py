@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxserve.config import ResolvedConfig
+from jaxserve.config import NGRAM, ResolvedConfig
 from jaxserve.speculative.ngram import NgramProposer
 from jaxserve.speculative.proposer import Proposer
 
@@ -11,5 +11,5 @@ def create_proposer(config: ResolvedConfig) -> Proposer | None:
     """None: the engine does not speculate."""
     if config.speculative is None:
         return None
-    assert config.speculative == "ngram", config.speculative  # `resolve` has checked it
+    assert config.speculative == NGRAM, config.speculative  # others draft on the device
     return NgramProposer()

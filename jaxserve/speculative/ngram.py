@@ -32,6 +32,8 @@ class _Index:
 class NgramProposer:
     """Proposes the continuation of the latest earlier occurrence of the last tokens, the longest that has one."""
 
+    uses_device = False
+
     def __init__(self) -> None:
         self._indices: dict[str, _Index] = {}
 

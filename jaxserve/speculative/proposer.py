@@ -9,7 +9,13 @@ from jaxserve.scheduler.output import DraftRequest
 
 
 class Proposer(Protocol):
-    """Called by the engine's thread, before a step is planned."""
+    """Called by the engine's thread, before a step is planned.
+
+    Attributes:
+      uses_device: `propose` runs something there, and fails as a step would.
+    """
+
+    uses_device: bool
 
     def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         """For each of `wanted`, in order: token ids that may follow its last one; at most `num_tokens`, maybe none."""

@@ -14,7 +14,8 @@ from jaxserve.device.model_runner import ModelRunner
 from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.request import Request
-from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
+from jaxserve.speculative.device_proposer import DeviceProposer
 from pallas_kernels.paged_attention import XLA
 from tests.fakes import make_config
 
@@ -35,21 +36,22 @@ def make_runner(**changes: Any) -> ModelRunner:
     }
     model = arguments.pop("model", MODEL)
     config = arguments.pop("config", CONFIG)
-    return ModelRunner(model, config, init_random(model, jnp.dtype(config.dtype)), **arguments)
+    params = arguments.pop("params", None) or init_random(model, jnp.dtype(config.dtype))
+    return ModelRunner(model, config, params, **arguments)
 
 
 class Driver:
     """Gives requests slots and shuffled blocks, and runs one step at a time."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, seed: int = 0, *, num_blocks: int = NUM_BLOCKS) -> None:
         self.runner = runner
-        self._free_blocks = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS + 1)).tolist()
+        self._free_blocks = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
         self._free_slots = list(range(CONFIG.max_num_seqs))
         self.blocks: dict[str, list[int]] = {}
         self._new: set[str] = set()
         self._told: dict[str, int] = {}
         self._builder = BatchBuilder(
-            BUCKETS, block_size=CONFIG.block_size, padding_row=self.runner.padding_row
+            runner.buckets.planned, block_size=CONFIG.block_size, padding_row=self.runner.padding_row
         )
 
     def admit(self, request: Request) -> Request:
@@ -90,6 +92,18 @@ class Driver:
             request.num_computed_tokens += count
             request.output_token_ids += result.sampled_token_ids.get(request.request_id, [])
         return result
+
+    def draft(self, *parts: tuple[Request, int]) -> list[list[int]]:
+        """(request, draft tokens) each, whose last token is the only one that is not computed."""
+        wanted = []
+        for request, count in parts:
+            assert request.num_computed_tokens == request.num_tokens - 1
+            assert request.slot is not None
+            blocks, told = self.blocks[request.request_id], self._told[request.request_id]
+            while len(blocks) * CONFIG.block_size < request.num_tokens + count:
+                blocks.append(self._free_blocks.pop())
+            wanted.append(DraftRequest(request, count, request.slot, tuple(blocks[told:])))
+        return [list(tokens) for tokens in DeviceProposer(self.runner, self._builder).propose(wanted)]
 
     def finish(self, request: Request, num_tokens: int) -> list[int]:
         """Alone, whatever is uncomputed in one chunk, until the output has `num_tokens`."""
