@@ -118,6 +118,8 @@ def solo_tokens(request: Request, vocab: int) -> list[int]:
 class OracleProposer:
     """Proposes what the fake model will say, with every `wrong`-th token another one."""
 
+    uses_device = False
+
     def __init__(self, vocab: int, wrong: int = 4) -> None:
         self._vocab = vocab
         self._wrong = wrong

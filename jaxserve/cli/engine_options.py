@@ -169,9 +169,10 @@ Overlap = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        metavar="ngram",
+        metavar="ngram|self:K|MODEL",
         help="Who proposes draft tokens, which steps verify as many at a time as pay [default: nobody]. ngram: what "
-        "came behind the last few tokens earlier in prompt or output.",
+        "came behind the last few tokens earlier in prompt or output. self:K: the model's own first K layers. Or name "
+        "a smaller model of the same vocabulary.",
         rich_help_panel=PANEL,
     ),
 ]

@@ -26,6 +26,8 @@ SMALL_POOL = 40
 class SoloProposer:
     """Proposes what each request says when it runs alone, but for every `wrong`-th token of it."""
 
+    uses_device = False
+
     def __init__(self, model: ServedModel, requests: Sequence[GenerationRequest], wrong: int = 5) -> None:
         self._wrong = wrong
         self._truth: dict[str, list[int]] = {}
