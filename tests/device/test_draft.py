@@ -17,6 +17,7 @@ from jaxserve.config import ModelConfig
 from jaxserve.device.draft_model import DraftModel, first_layers
 from jaxserve.device.kv_cache import block_bytes
 from jaxserve.device.model_runner import ModelRunner
+from jaxserve.device.program_definitions import LOAD_ROW
 from jaxserve.device.programs import DraftKey, FollowKey, ProgramMaker
 from jaxserve.models.random_weights import init_random
 from jaxserve.progress import NullProgress
@@ -212,7 +213,7 @@ def test_in_parts_it_is_what_it_is_as_one_program(which: str, request: pytest.Fi
     in_parts = runner._executables
     make = ProgramMaker(dataclasses.replace(runner._maker.programs, by_layer=False), None)
     keys = [*BUCKETS.all_buckets()]
-    whole: dict[Any, Any] = {bucket: in_parts[bucket] for bucket in keys}
+    whole: dict[Any, Any] = {key: in_parts[key] for key in (*keys, LOAD_ROW)}
     whole |= {DraftKey(bucket): make(DraftKey(bucket)) for bucket in BUCKETS.decode_buckets()}
     drafting = runner._maker.programs.draft
     assert drafting is not None
