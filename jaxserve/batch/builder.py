@@ -161,15 +161,27 @@ class BatchBuilder:
             () if first_row is None else tuple(first_row.tolist()),
         )
 
-    def build_for_drafts(self, wanted: Sequence[DraftRequest]) -> HostBatch:
-        """A batch of the last known token of each request, for `device.draft`; no part of any plan."""
+    def build_for_drafts(self, wanted: Sequence[DraftRequest]) -> tuple[HostBatch | None, list[int]]:
+        """A batch of the last known token of each request that can draft, for `device.draft`; no part of any plan.
+
+        Drafts are written to blocks that earlier plans have told of, no others: what a new block held before may still
+        be on its way to host memory, which the next plan sees to.
+
+        Returns:
+          (the batch, how many tokens each of its rows may draft); (None, []) if none can.
+        """
+        lengths: dict[str, int] = {}
+        rows = []
         for item in wanted:
-            self._table.preview(item.slot, item.new_block_ids)
-        rows = [
-            ScheduledRequest(item.request, item.request.num_tokens - 1, 1, item.slot, (), samples=True)
-            for item in wanted
-        ]
-        return self.build(SchedulerOutput(-1, tuple(rows)))
+            position = item.request.num_tokens - 1
+            room = self._table.num_blocks(item.slot) * self._block_size - position
+            if (length := min(item.num_tokens, room)) > 0:
+                lengths[item.request.request_id] = length
+                rows.append(ScheduledRequest(item.request, position, 1, item.slot, (), samples=True))
+        if not rows:
+            return None, []
+        batch = self.build(SchedulerOutput(-1, tuple(rows)))
+        return batch, [lengths[row.request_id] for row in batch.rows]
 
 
 def _columns(scheduled: tuple[ScheduledRequest, ...]) -> tuple[np.ndarray, ...]:

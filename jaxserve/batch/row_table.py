@@ -46,10 +46,9 @@ class RowTable:
         end = self._num_blocks[row.slot] = start + len(row.new_block_ids)
         self.block_tables_RB[row.slot, start:end] = row.new_block_ids
 
-    def preview(self, slot: int, new_block_ids: tuple[int, ...]) -> None:
-        """Write blocks behind a row's table that `update` will be told of as well."""
-        start = self._num_blocks[slot]
-        self.block_tables_RB[slot, start : start + len(new_block_ids)] = new_block_ids
+    def num_blocks(self, slot: int) -> int:
+        """Length of a row's table."""
+        return self._num_blocks[slot]
 
     def _load(self, slot: int, request: Request) -> None:
         params = request.params

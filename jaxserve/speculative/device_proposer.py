@@ -34,16 +34,15 @@ class DeviceProposer:
 
     def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
         """Nothing for anybody while the programs for so many rows are still being made."""
-        batch = self._builder.build_for_drafts(wanted)
-        if not self._runner.can_draft(batch.bucket):
+        batch, lengths = self._builder.build_for_drafts(wanted)
+        if batch is None or not self._runner.can_draft(batch.bucket):
             return [()] * len(wanted)
-        lengths = {item.request.request_id: item.num_tokens for item in wanted}
-        drafts = self._runner.draft(batch, [lengths[row.request_id] for row in batch.rows])
+        drafts = self._runner.draft(batch, lengths)
         drafted = {
-            row.request_id: tuple(tokens[: lengths[row.request_id]].tolist())
-            for row, tokens in zip(batch.rows, drafts, strict=True)
+            row.request_id: tuple(tokens[:length].tolist())
+            for row, tokens, length in zip(batch.rows, drafts, lengths, strict=True)
         }
-        return [drafted[item.request.request_id] for item in wanted]
+        return [drafted.get(item.request.request_id, ()) for item in wanted]
 
     def forget(self, request_id: str) -> None:
         """It keeps nothing of a request: the draft's cache goes with the request's blocks."""

@@ -43,7 +43,10 @@ def make_runner(**changes: Any) -> ModelRunner:
 class Driver:
     """Gives requests slots and shuffled blocks, and runs one step at a time."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0, *, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self, runner: ModelRunner, seed: int = 0, *, num_blocks: int = NUM_BLOCKS, ahead: int = 0
+    ) -> None:
+        self._ahead = ahead  # tokens behind a step's that there are blocks for
         self.runner = runner
         self._free_blocks = np.random.default_rng(seed).permutation(np.arange(1, num_blocks + 1)).tolist()
         self._free_slots = list(range(CONFIG.max_num_seqs))
@@ -73,7 +76,7 @@ class Driver:
         rows = []
         for request, count in parts:
             blocks = self.blocks[request.request_id]
-            while len(blocks) * CONFIG.block_size < request.num_computed_tokens + count:
+            while len(blocks) * CONFIG.block_size < request.num_computed_tokens + count + self._ahead:
                 blocks.append(self._free_blocks.pop())
             is_new = request.request_id in self._new
             self._new.discard(request.request_id)
@@ -99,10 +102,7 @@ class Driver:
         for request, count in parts:
             assert request.num_computed_tokens == request.num_tokens - 1
             assert request.slot is not None
-            blocks, told = self.blocks[request.request_id], self._told[request.request_id]
-            while len(blocks) * CONFIG.block_size < request.num_tokens + count:
-                blocks.append(self._free_blocks.pop())
-            wanted.append(DraftRequest(request, count, request.slot, tuple(blocks[told:])))
+            wanted.append(DraftRequest(request, count, request.slot))
         return [list(tokens) for tokens in DeviceProposer(self.runner, self._builder).propose(wanted)]
 
     def finish(self, request: Request, num_tokens: int) -> list[int]:

@@ -59,7 +59,7 @@ def start(**options: Any) -> ModelRunner:
 
 
 def drive(runner: ModelRunner, seed: int = 0) -> Driver:
-    return Driver(runner, seed, num_blocks=NUM_BLOCKS)
+    return Driver(runner, seed, num_blocks=NUM_BLOCKS, ahead=MOST)
 
 
 def warm(**options: Any) -> Iterator[ModelRunner]:

@@ -159,7 +159,7 @@ def test_every_kind_of_request(which: str, overlap: bool, request: pytest.Fixtur
     outcomes = run(engine, requests)
     assert_as_solo(model, requests, outcomes)
     counts = engine.stats.speculation
-    assert counts.draft_tokens > 300
+    assert counts.draft_tokens > 100
     assert counts.accepted_tokens > (0.7 * counts.draft_tokens if which == "twin" else 0)
 
 
@@ -175,7 +175,7 @@ def test_bit_for_bit(own_layers: ServedModel) -> None:
             together = outcomes[each.request_id, index]
             assert together.token_ids == alone.token_ids
             assert together.logprobs == alone.logprobs
-    assert engine.stats.speculation.draft_tokens > 200
+    assert engine.stats.speculation.draft_tokens > 100
 
 
 def test_aborts(twin: ServedModel) -> None:
