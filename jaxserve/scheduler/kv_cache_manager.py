@@ -219,11 +219,6 @@ class KVCacheManager:
         table.num_taken = len(block_ids)
         return tuple(block_ids[taken:])
 
-    def new_block_ids(self, request_id: str) -> tuple[int, ...]:
-        """What `take_new_block_ids` will return."""
-        table = self._tables[request_id]
-        return tuple(table.block_ids[table.num_taken :])
-
     def commit(self, requests: Iterable[Request]) -> None:
         """Offer every full block of theirs that is computed by now to the prefix table."""
         if not self.shares_prefixes:

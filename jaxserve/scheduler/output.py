@@ -58,16 +58,13 @@ class DraftRequest:
 
     Attributes:
       request: it has one token to compute, which is known.
-      num_tokens: most drafts that are of use.
+      num_tokens: most drafts that are of use; its block table, as the next plan will tell it, is long enough for them.
       slot: its row of device state.
-      new_block_ids: what its block table has gained since it was in a plan (which the next plan tells as well). The
-        table is long enough for that token and all drafts.
     """
 
     request: Request
     num_tokens: int
     slot: int
-    new_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,7 @@ class Scheduler(BaseScheduler):
                 entry.room, entry.has_new_blocks = held, True
             if held > known:
                 assert request.slot is not None
-                new_block_ids = self._kv.new_block_ids(request.request_id)
-                wanted.append(DraftRequest(request, min(most, held - known), request.slot, new_block_ids))
+                wanted.append(DraftRequest(request, min(most, held - known), request.slot))
         return tuple(wanted)
 
     def schedule(self, now: float) -> SchedulerOutput:

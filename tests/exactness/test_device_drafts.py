@@ -160,7 +160,8 @@ def test_every_kind_of_request(which: str, overlap: bool, request: pytest.Fixtur
     assert_as_solo(model, requests, outcomes)
     counts = engine.stats.speculation
     assert counts.draft_tokens > 100
-    assert counts.accepted_tokens > (0.7 * counts.draft_tokens if which == "twin" else 0)
+    # A model of random weights and its first layer never agree.
+    assert counts.accepted_tokens >= (0.7 * counts.draft_tokens if which == "twin" else 0)
 
 
 def test_bit_for_bit(own_layers: ServedModel) -> None:
