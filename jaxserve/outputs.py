@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import astuple, dataclass, field
 
 import msgspec
 
@@ -33,6 +34,16 @@ class BlockTransfers:
     out_seconds: float = 0.0
     in_bytes: int = 0
     in_seconds: float = 0.0
+
+    def __add__(self, other: BlockTransfers) -> BlockTransfers:
+        return BlockTransfers(*map(operator.add, astuple(self), astuple(other)))
+
+    @property
+    def rates(self) -> tuple[float, float] | None:
+        """Bytes a second to the host and back; None unless something was moved each way."""
+        if not (self.out_seconds and self.in_seconds):
+            return None
+        return self.out_bytes / self.out_seconds, self.in_bytes / self.in_seconds
 
 
 @dataclass(slots=True)

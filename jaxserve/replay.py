@@ -84,7 +84,7 @@ def compare_policies(recording: Recording, policy: str) -> PolicyComparison:
     traffic = recorded_traffic(recording.path.stem, recording.events(), described.buckets())
     if not traffic.step_times.is_ready or not traffic.workload.requests:
         raise ConfigError(f"{recording.path}: has too few steps to learn from")
-    costs = EngineCosts(described, traffic.step_times.to_dict())
+    costs = EngineCosts(described, traffic.step_times.to_dict(), traffic.transfer_rates)
     mine = simulate_workload(costs, traffic.workload, Variation(), keep_plans=True)
     other = simulate_workload(costs, traffic.workload, Variation(policy=policy), keep_plans=True)
     for step, (one, two) in enumerate(zip_longest(mine.plans, other.plans)):

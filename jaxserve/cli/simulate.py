@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,22 @@ def simulate(
     max_waiting: Annotated[
         int | None, typer.Option(min=1, help="Sequences that may wait [default: the recorded engine's].")
     ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="BYTES",
+            help="Host memory for blocks of the KV cache; 0 is none [default: the recorded engine's].",
+        ),
+    ] = None,
+    transfer_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="BYTES",
+            help="How many bytes a second blocks move at, to host memory and back [default: as measured].",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many requests.")] = None,
     faster: Annotated[float, typer.Option(help="Let requests come so many times as fast.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the spread of step times.")] = 0,
@@ -75,11 +92,14 @@ def simulate(
     """
     from jaxserve.bench.latency_plot import plot_latencies
     from jaxserve.bench.picture import require_matplotlib
+    from jaxserve.errors import ConfigError
     from jaxserve.recording.costs_file import read_costs
     from jaxserve.simulation import latencies
     from jaxserve.simulation.simulate import Variation, simulate_workload
     from jaxserve.workload.reader import read_workload
 
+    if transfer_rate is not None and transfer_rate <= 0:
+        raise ConfigError(f"--transfer-rate must be more than 0, got {transfer_rate:g}")
     if plot is not None:
         require_matplotlib()
     variation = Variation(
@@ -89,16 +109,24 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_waiting=max_waiting,
+        host_memory=host_memory,
+        transfer_rate=transfer_rate,
     )
     workload = read_workload(trace, limit=limit).faster(faster)
     result = simulate_workload(read_costs(costs), workload, variation, seed=seed)
     summary = latencies.summarise(result.drive)
     if json_file is not None:
-        facts = {"trace": trace.name, "costs": costs.name, **summary.to_json()}
+        facts = {"trace": trace.name, "costs": costs.name, **summary.to_json(), "swap": asdict(result.swap)}
         json_file.write_text(json.dumps(facts, indent=2) + "\n")
     if plot is not None:
         plot_latencies({"simulated": result.drive}, plot)
     print(latencies.table(summary))
+    if result.swap.blocks:
+        swap = result.swap
+        print(
+            f"host memory: {swap.out_blocks} blocks out, {swap.in_blocks} in, {swap.preemptions} of "
+            f"{summary.preemptions} preemptions by swap, {swap.hits} tokens of prompts found there"
+        )
     print(
         f"\nsimulated in {result.wall_seconds:.2f} s, {result.drive.seconds / result.wall_seconds:,.0f} times as fast "
         "as the clock"

@@ -22,10 +22,12 @@ class EngineCosts:
 
     Attributes:
       step_times: see `StepTimeModel.to_dict`.
+      transfer_rates: bytes a second to host memory and back, as measured; None for an engine without host memory.
     """
 
     engine: EngineDescription
     step_times: dict[str, Any]
+    transfer_rates: tuple[float, float] | None = None
 
     def step_time_model(self, round_up: RoundUp) -> StepTimeModel:
         """A model that has learned what the engine's had."""
@@ -34,7 +36,9 @@ class EngineCosts:
 
 def costs_of(engine: EngineCore) -> EngineCosts:
     """What an engine has learned by now."""
-    return EngineCosts(describe_engine(engine), engine.step_times.to_dict())
+    swap = engine.stats.swap
+    rates = (swap.out_bytes_per_second, swap.in_bytes_per_second) if engine.host.num_blocks else None
+    return EngineCosts(describe_engine(engine), engine.step_times.to_dict(), rates)
 
 
 def write_costs(path: Path, costs: EngineCosts) -> None:
@@ -64,6 +68,8 @@ def read_costs(path: Path) -> EngineCosts:
         model = costs.step_time_model(lambda tokens, seqs: (tokens, seqs))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    if costs.transfer_rates is not None and min(costs.transfer_rates) <= 0:
+        raise ConfigError(f"{path}: transfer rates must be more than 0, got {costs.transfer_rates}")
     if not model.is_ready:
         raise ConfigError(f"{path}: was learned from {model.num_steps} steps, too few to predict any")
     return costs

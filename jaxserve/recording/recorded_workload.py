@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.batch.buckets import ShapeBuckets
+from jaxserve.outputs import BlockTransfers
 from jaxserve.recording.events import Abort, AnyEvent, Plan, Step, Submit
 from jaxserve.request import GenerationRequest
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of_chunks
@@ -33,11 +34,13 @@ class RecordedTraffic:
         those without any token).
       ttfts: seconds from each one's arrival to its first token, None without one.
       step_times: learned from all steps.
+      transfer_rates: bytes a second to host memory and back, over all that was moved; None where nothing was.
     """
 
     workload: Workload
     ttfts: tuple[float | None, ...]
     step_times: StepTimeModel
+    transfer_rates: tuple[float, float] | None
 
 
 def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBuckets) -> RecordedTraffic:
@@ -50,6 +53,7 @@ def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBucket
     seen: list[_Seen] = []
     unfinished: dict[str, _Seen] = {}  # by request id; the newest of those that had it
     launched: deque[Plan] = deque()  # and not read
+    moved = BlockTransfers()
     for event in events:
         if isinstance(event, Submit):
             if event.refused is None or event.refused.startswith(("QueueFullError", "OverloadedError")):
@@ -67,6 +71,8 @@ def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBucket
                 launched.append(event.plan)
             if event.fault is not None:
                 launched.clear()
+            if event.result is not None:
+                moved = moved + event.result.transfers
             if event.result is not None and launched:
                 _count_tokens(event, unfinished)
                 elapsed, due = event.clock[-1] - event.clock[0], launched.popleft()
@@ -78,6 +84,7 @@ def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBucket
         Workload(name, tuple(_traced(entry, start) for entry in seen)),
         tuple(None if e.first_token is None else e.first_token - e.arrival for e in seen),
         step_times,
+        moved.rates,
     )
 
 

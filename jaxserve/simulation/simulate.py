@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from jaxserve.config import ResolvedConfig, SchedulerKind
 from jaxserve.errors import ConfigError
 from jaxserve.recording.costs_file import EngineCosts
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.simulation.drive import Drive, drive
 from jaxserve.simulation.simulated_engine import VirtualClock, simulated_engine
+from jaxserve.stats import SwapStats
 from jaxserve.workload.traced_request import Workload
 
 Rows = tuple[tuple[str, int, int], ...]
@@ -20,7 +22,12 @@ Rows = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """What is to differ from the engine whose costs are known; None does not."""
+    """What is to differ from the engine whose costs are known; None does not.
+
+    Attributes:
+      host_memory: bytes for KV blocks on the host.
+      transfer_rate: bytes a second there and back, in the place of what was measured.
+    """
 
     policy: str | None = None
     scheduler: SchedulerKind | None = None
@@ -28,6 +35,8 @@ class Variation:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_waiting: int | None = None
+    host_memory: int | None = None
+    transfer_rate: float | None = None
 
     def apply(self, config: ResolvedConfig) -> ResolvedConfig:
         """The configuration with these changes.
@@ -44,7 +53,7 @@ class Variation:
         changes = {
             name: value
             for name in (field.name for field in dataclasses.fields(self))
-            if name != "num_blocks" and (value := getattr(self, name)) is not None
+            if name not in ("num_blocks", "transfer_rate") and (value := getattr(self, name)) is not None
         }
         changed = dataclasses.replace(config, **changes)
         if changed.max_num_batched_tokens < changed.max_num_seqs:
@@ -58,6 +67,36 @@ class Variation:
             overlap=changed.overlap and changed.scheduler != "static",
         )
 
+    def host_space(self, costs: EngineCosts) -> HostSpace:
+        """Room for KV blocks in host memory.
+
+        Raises:
+          ConfigError: it holds no block, or how fast blocks move is not known.
+        """
+        host = costs.engine.host
+        if self.host_memory is not None:
+            from jaxserve.device.kv_cache import block_bytes  # and with it JAX, which nobody else needs here
+
+            config = costs.engine.config
+            each = block_bytes(costs.engine.model_config, config.block_size, config.dtype)
+            host = HostSpace(self.host_memory // each, each)
+            if self.host_memory and not host.num_blocks:
+                raise ConfigError(
+                    f"host_memory of {self.host_memory} bytes holds no KV block; one takes {each}"
+                )
+        if host.num_blocks and self.transfer_rates(costs) is None:
+            raise ConfigError(
+                "the costs are of an engine without host memory, so how fast blocks move is not known: give a transfer "
+                "rate, or record an engine with --host-memory"
+            )
+        return host
+
+    def transfer_rates(self, costs: EngineCosts) -> tuple[float, float] | None:
+        """Bytes a second to host memory and back; None where nothing is known."""
+        if self.transfer_rate is not None:
+            return self.transfer_rate, self.transfer_rate
+        return costs.transfer_rates
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
@@ -65,11 +104,13 @@ class Simulation:
 
     Attributes:
       wall_seconds: what it took here.
+      swap: what host memory did.
       plans: (sequence, first token, tokens) of every row of every step; empty unless asked for.
     """
 
     drive: Drive
     wall_seconds: float
+    swap: SwapStats
     plans: tuple[Rows, ...]
 
 
@@ -105,10 +146,12 @@ def simulate_workload(
         clock,
         config=variation.apply(costs.engine.config),
         num_blocks=variation.num_blocks or costs.engine.num_blocks,
+        host=variation.host_space(costs),
+        transfer_rates=variation.transfer_rates(costs),
         seed=seed,
         observe=keep if keep_plans else None,
     )
     began = time.perf_counter()
     with closing(engine):
         result = drive(engine, workload, clock)
-    return Simulation(result, time.perf_counter() - began, tuple(plans))
+    return Simulation(result, time.perf_counter() - began, engine.stats.swap, tuple(plans))

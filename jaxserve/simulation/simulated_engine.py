@@ -13,8 +13,9 @@ from jaxserve.batch.builder import BatchBuilder, HostBatch
 from jaxserve.batch.flags import BatchFlag
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine import EngineCore
-from jaxserve.outputs import ModelRunnerOutput
+from jaxserve.outputs import BlockTransfers, ModelRunnerOutput
 from jaxserve.recording.costs_file import EngineCosts
+from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of
 from jaxserve.tokenizer import Tokenizer
@@ -68,7 +69,8 @@ class _SimulatedStep:
 
 
 class SimulatedRunner:
-    """What the engine takes for a model runner. Steps run one after the other; waiting for one moves the clock.
+    """What the engine takes for a model runner. Steps run one after the other; waiting for one moves the clock. Moving
+    blocks takes time of its own, before the step that it is planned for: what a real engine hides of it is not known.
 
     The tokens that it samples follow from a request's seed and their positions. None ends a request.
     """
@@ -84,12 +86,17 @@ class SimulatedRunner:
         *,
         padding_row: int,
         vocab_size: int,
+        transfer: Callable[[int, int], BlockTransfers] | None = None,
         observe: Callable[[SchedulerOutput], None] | None = None,
     ) -> None:
+        """`transfer`: what moving so many blocks out and in takes; None: none ever move."""
         self.padding_row = padding_row
         self._clock = clock
         self._step_seconds = step_seconds
         self._vocab_size = vocab_size
+        self._transfer = transfer
+        # The engine's runner moves a block there and back at its start, to measure that.
+        self._moved = BlockTransfers() if transfer is None else transfer(1, 1)
         self._observe = observe
         self._free_at = 0.0  # when the device has done all that it was handed
 
@@ -98,6 +105,10 @@ class SimulatedRunner:
             self._observe(plan)
         work = work_of(plan.scheduled, plan.num_padding_tokens)
         self._free_at = max(self._free_at, self._clock()) + self._step_seconds(work)
+        if self._transfer is not None and (plan.swap_out or plan.swap_in):
+            moved = self._transfer(len(plan.swap_out), len(plan.swap_in))
+            self._free_at += moved.out_seconds + moved.in_seconds
+            self._moved += moved
         return _SimulatedStep(plan, self._free_at)
 
     def is_done(self, step: _SimulatedStep) -> bool:
@@ -105,7 +116,8 @@ class SimulatedRunner:
 
     def read(self, step: _SimulatedStep) -> ModelRunnerOutput:
         self._clock.sleep_until(step.done)
-        result = ModelRunnerOutput()
+        result = ModelRunnerOutput(transfers=self._moved)
+        self._moved = BlockTransfers()
         for row in step.plan.scheduled:
             if row.samples:
                 position = row.num_computed_tokens + row.num_scheduled_tokens
@@ -124,6 +136,8 @@ def simulated_engine(
     *,
     config: ResolvedConfig,
     num_blocks: int,
+    host: HostSpace,
+    transfer_rates: tuple[float, float] | None = None,
     seed: int = 0,
     observe: Callable[[SchedulerOutput], None] | None = None,
 ) -> EngineCore:
@@ -131,6 +145,7 @@ def simulated_engine(
 
     Args:
       config: that of the costs' engine, or one that differs in what needs no other shapes.
+      host: room for KV blocks in host memory; transfer_rates: bytes a second there and back, unless there is none.
       seed: of the spread of step times.
       observe: told every plan.
     """
@@ -141,6 +156,7 @@ def simulated_engine(
         spread_step_seconds(costs.step_time_model(buckets.round_up), random.Random(seed)),
         padding_row=config.max_num_seqs,
         vocab_size=described.model_config.vocab_size,
+        transfer=_transfer(host, transfer_rates) if host.num_blocks and transfer_rates else None,
         observe=observe,
     )
     return EngineCore(
@@ -152,10 +168,20 @@ def simulated_engine(
         runner=runner,
         buckets=buckets,
         num_blocks=num_blocks,
-        host=described.host,
+        host=host,
         clock=clock,
         builder=ShapeBuilder(buckets, block_size=config.block_size, padding_row=config.max_num_seqs),
     )
+
+
+def _transfer(host: HostSpace, rates: tuple[float, float]) -> Callable[[int, int], BlockTransfers]:
+    out_rate, in_rate = rates
+
+    def transfer(num_out: int, num_in: int) -> BlockTransfers:
+        out_bytes, in_bytes = num_out * host.block_bytes, num_in * host.block_bytes
+        return BlockTransfers(out_bytes, out_bytes / out_rate, in_bytes, in_bytes / in_rate)
+
+    return transfer
 
 
 def spread_step_seconds(model: StepTimeModel, rng: random.Random) -> StepSeconds:

@@ -214,3 +214,53 @@ def test_a_damaged_file_of_costs_is_one_line(tmp_path: Path, damage: Any, mentio
         read_costs(path)
     assert str(path) in str(error.value)
     assert mentions in str(error.value)
+
+
+def crowded(count: int = 30) -> Workload:
+    """More than the pool holds at once, so that running requests lose their blocks."""
+    return Workload(
+        "w", tuple(TracedRequest(prompt(60, key), 60, arrival=0.01 * key) for key in range(count))
+    )
+
+
+def test_swapped_blocks_take_the_time_that_moving_them_takes() -> None:
+    """A fast link is used and pays; a slow one is not used, once it has been measured."""
+    costs = make_costs(num_blocks=60)
+    without = simulate_workload(costs, crowded())
+    assert without.drive.preemptions > 0
+    assert without.swap.blocks == 0
+    fast = simulate_workload(costs, crowded(), Variation(host_memory=2**30, transfer_rate=1e12))
+    assert fast.swap.blocks > 0
+    assert min(fast.swap.out_blocks, fast.swap.in_blocks, fast.swap.preemptions) > 0
+    assert fast.drive.seconds < without.drive.seconds
+    slow = simulate_workload(costs, crowded(), Variation(host_memory=2**30, transfer_rate=1e3))
+    assert slow.swap.in_blocks < fast.swap.in_blocks / 4
+    again = simulate_workload(costs, crowded(), Variation(host_memory=2**30, transfer_rate=1e12))
+    assert again.drive == fast.drive
+
+
+def test_rates_come_from_the_costs_and_every_moved_block_counts() -> None:
+    costs = dataclasses.replace(make_costs(num_blocks=60), transfer_rates=(2e6, 5e6))
+    result = simulate_workload(costs, crowded(), Variation(host_memory=2**30))
+    assert result.swap.out_bytes_per_second == pytest.approx(2e6)
+    assert result.swap.in_bytes_per_second == pytest.approx(5e6)
+    free = simulate_workload(costs, crowded(), Variation(host_memory=2**30, transfer_rate=1e15))
+    moved = free.swap.block_bytes * (result.swap.out_blocks / 2e6 + result.swap.in_blocks / 5e6)
+    assert moved > 0
+    assert result.drive.seconds > free.drive.seconds
+
+
+def test_host_memory_without_known_rates_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="transfer rate"):
+        simulate_workload(make_costs(), crowded(2), Variation(host_memory=2**30))
+    with pytest.raises(ConfigError, match="holds no KV block"):
+        simulate_workload(make_costs(), crowded(2), Variation(host_memory=1, transfer_rate=1e9))
+    write_costs(tmp_path / "costs.json", make_costs(num_blocks=60))
+    write_workload(tmp_path / "w.jsonl", crowded())
+    command = ["simulate", "--trace", str(tmp_path / "w.jsonl"), "--costs", str(tmp_path / "costs.json")]
+    assert run([*command, "--host-memory", "1000000000", "--transfer-rate", "0"]) == 2
+    assert "--transfer-rate" in capsys.readouterr().err
+    assert run([*command, "--host-memory", "1000000000", "--transfer-rate", "1e12"]) == 0
+    assert "preemptions by swap" in capsys.readouterr().out
