@@ -310,7 +310,7 @@ class BaseScheduler:
             reason = None
             if samples:
                 accepted, reason, stop_reason = _until_end(request, sampled)
-                request.output_token_ids += accepted
+                request.output_token_ids.extend(accepted)
                 request.num_pending_tokens -= 1
                 num_accepted += len(accepted)
                 if speculates:
