@@ -309,8 +309,18 @@ class BaseScheduler:
             accepted: list[int] = []
             reason = None
             if samples:
-                accepted, reason, stop_reason = _until_end(request, sampled)
-                request.output_token_ids.extend(accepted)
+                output = request.output_token_ids
+                token = sampled[-1] if sampled else 0
+                if (
+                    len(sampled) == 1
+                    and token not in request.stop_token_ids
+                    and len(output) + 1 < request.max_tokens
+                ):
+                    output.append(token)  # what most rows are: one token that ends nothing
+                    accepted = sampled
+                else:
+                    accepted, reason, stop_reason = _until_end(request, sampled)
+                    output += accepted
                 request.num_pending_tokens -= 1
                 num_accepted += len(accepted)
                 if speculates:
