@@ -36,7 +36,7 @@ from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.request import GenerationRequest
-from jaxserve.server.conversion import ENDPOINTS, PreparedRequest, ServingContext, prepare
+from jaxserve.server.conversion import BATCH_ENDPOINTS, PreparedRequest, ServingContext, prepare
 from jaxserve.server.errors import ApiError, error_object, to_api_error
 from jaxserve.server.protocol import decode
 from jaxserve.server.responses import ResponseBuilder
@@ -252,7 +252,11 @@ class _BatchRunner:
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": custom_id,
             "response": None,
-            "error": {**error_object(error), "status_code": error.status, "line": line.number},
+            "error": {
+                **msgspec.to_builtins(error_object(error)),
+                "status_code": error.status,
+                "line": line.number,
+            },
         }
         journal.add(slot, line.key, record, keep=False)
         self.summary.failed += 1
@@ -269,13 +273,15 @@ def _prepare(entry: BatchLine, context: ServingContext) -> PreparedRequest:
         raise InvalidRequestError("custom_id must not be empty", param="custom_id")
     if entry.method != "POST":
         raise InvalidRequestError(f"method must be 'POST', got {entry.method!r}", param="method")
-    for endpoint in ENDPOINTS:
+    for endpoint in BATCH_ENDPOINTS:
         if entry.url == endpoint:
             prepared = prepare(endpoint, bytes(entry.body), context)
             break
     else:
         raise InvalidRequestError(
-            f"url must be one of {', '.join(ENDPOINTS)}, got {entry.url!r}", param="url", code="invalid_url"
+            f"url must be one of {', '.join(BATCH_ENDPOINTS)}, got {entry.url!r}",
+            param="url",
+            code="invalid_url",
         )
     if prepared.stream:
         raise InvalidRequestError("'stream' can't be true in a batch file", param="stream")

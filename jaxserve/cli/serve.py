@@ -34,7 +34,7 @@ def serve(
             envvar="JAXSERVE_API_KEY",
             show_envvar=True,
             help="Key that clients must send (`Authorization: Bearer KEY`); the variable keeps it out of the process "
-            "list. /health, /ready, /metrics and /version stay open.",
+            "list. /health, /ready, /metrics, /version and /openapi.json stay open.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -131,10 +131,10 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
-    Takes POST /v1/completions and /v1/chat/completions (streamed or not), /tokenize and /detokenize, GET /v1/models,
-    /health, /ready, /metrics and /version. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM
-    and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed,
-    2 for bad input.
+    Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not), /tokenize and
+    /detokenize, GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on
+    URL", as soon as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes:
+    0 after a signal, 1 when the engine failed, 2 for bad input.
 
     \b
     Examples:

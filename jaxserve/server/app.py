@@ -18,15 +18,17 @@ from aiohttp.typedefs import Middleware
 
 from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
 from jaxserve.server import metrics
+from jaxserve.server.answers import Answer, endpoint_error_body, streamed_answer, whole_answer
+from jaxserve.server.anthropic.body import count_tokens
 from jaxserve.server.api_keys import ApiKeys, sent_key
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
-from jaxserve.server.errors import ApiError, error_body, model_not_found, shutting_down, to_api_error
+from jaxserve.server.errors import ApiError, model_not_found, shutting_down, to_api_error
 from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.openapi import OPERATIONS, openapi_document
 from jaxserve.server.request_id import REQUEST_ID, add_request_id, choose_request_id
-from jaxserve.server.responses import ResponseBuilder
 from jaxserve.server.retry_after import retry_after
 from jaxserve.server.service_level import Caller, read_caller
 from jaxserve.server.stream import send_stream
@@ -41,7 +43,7 @@ MIN_BODY_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
 CLIENT_CLOSED_REQUEST = 499  # as nginx calls it; nobody is there to read it
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/version"})
+OPEN_PATHS = frozenset(one.path for one in OPERATIONS if one.is_open)
 KEY_NAME = web.RequestKey("key_name", str)  # of the API key that a request came with
 
 
@@ -115,6 +117,14 @@ class Server:
         """`POST /v1/chat/completions`."""
         return await self._generate(request, "/v1/chat/completions")
 
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/messages`."""
+        return await self._generate(request, "/v1/messages")
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/responses`."""
+        return await self._generate(request, "/v1/responses")
+
     async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         self._check_open()
         self._open += 1
@@ -130,15 +140,16 @@ class Server:
                 try:
                     await outputs.admitted()
                     if prepared.stream:
-                        return await send_stream(request, prepared, outputs, self.context.tokenizer)
-                    builder = ResponseBuilder(prepared, self.context.tokenizer)
+                        source = streamed_answer(prepared, self.context.tokenizer)
+                        return await send_stream(request, source, outputs)
+                    answer = whole_answer(prepared, self.context.tokenizer)
                     while news := await outputs.next():
                         for output in news:
-                            builder.add(output)
+                            answer.add(output)
                 finally:
                     if key_name:
                         self.metrics.keys.count(key_name, outputs)
-            return await self._json_response(prepared, builder)
+            return await self._json_response(prepared, answer)
         finally:
             self._open -= 1
             if not self._open:
@@ -149,11 +160,11 @@ class Server:
         promised = self.engine.check_admission(prepared.prompts)
         return dataclasses.replace(prepared, prompts=promised)
 
-    async def _json_response(self, prepared: PreparedRequest, builder: ResponseBuilder) -> web.Response:
+    async def _json_response(self, prepared: PreparedRequest, answer: Answer) -> web.Response:
         if prepared.num_logprobs is None:
-            return json_response(builder.to_json())
+            return json_response(answer.to_json())
         loop = asyncio.get_running_loop()  # may be megabytes
-        body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(builder.to_json()))
+        body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(answer.to_json()))
         return web.Response(body=body, content_type="application/json")
 
     def _check_open(self) -> None:
@@ -177,6 +188,10 @@ class Server:
         """`POST /detokenize`."""
         return await self._answer(request, detokenize)
 
+    async def count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/messages/count_tokens`."""
+        return await self._answer(request, count_tokens)
+
     async def _answer(
         self, request: web.Request, answer: Callable[[bytes, ServingContext], msgspec.Struct]
     ) -> web.StreamResponse:
@@ -188,13 +203,16 @@ class Server:
 
     # Errors.
 
-    def error_response(self, error: ApiError) -> web.Response:
-        """An OpenAI-shaped error."""
+    def error_response(self, request: web.Request, error: ApiError) -> web.Response:
+        """An error in the shape of the endpoint."""
         headers = dict(error.headers)
         if error.retry_after_seconds is not None:
             headers["Retry-After"] = retry_after(error.retry_after_seconds, self._jitter)
         response = web.Response(
-            body=error_body(error), status=error.status, content_type="application/json", headers=headers
+            body=endpoint_error_body(request.path, error),
+            status=error.status,
+            content_type="application/json",
+            headers=headers,
         )
         if self.is_draining:
             response.force_close()  # the next request on this connection belongs elsewhere
@@ -238,7 +256,7 @@ class Server:
             self._check_open()
         except (ApiError, JaxserveError, BreakerOpenError) as error:
             reason = to_api_error(error)
-            return self.error_response(dataclasses.replace(reason, status=503))
+            return self.error_response(request, dataclasses.replace(reason, status=503))
         return json_response({"status": "ready"})
 
     async def metrics_text(self, request: web.Request) -> web.StreamResponse:
@@ -248,6 +266,11 @@ class Server:
     async def version(self, request: web.Request) -> web.StreamResponse:
         """`GET /version`."""
         return json_response({"version": _version()})
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        """`GET /openapi.json`."""
+        names, has_keys = self.context.model_names, bool(self.options.keys)
+        return json_response(openapi_document(names, version=_version(), has_keys=has_keys))
 
 
 def build_app(server: Server) -> web.Application:
@@ -263,12 +286,16 @@ def build_app(server: Server) -> web.Application:
     )
     app.router.add_post("/v1/completions", server.completions)
     app.router.add_post("/v1/chat/completions", server.chat_completions)
+    app.router.add_post("/v1/messages", server.messages)
+    app.router.add_post("/v1/messages/count_tokens", server.count_tokens)
+    app.router.add_post("/v1/responses", server.responses)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/v1/models/{name:.+}", server.model)
     app.router.add_get("/health", server.health)
     app.router.add_get("/ready", server.ready)
     app.router.add_get("/metrics", server.metrics_text)
     app.router.add_get("/version", server.version)
+    app.router.add_get("/openapi.json", server.openapi)
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_post("/detokenize", server.detokenize)
     app.on_response_prepare.append(cors_headers(server.options.allowed_origins))
@@ -299,7 +326,7 @@ def json_response(value: object, *, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _json_errors(respond: Callable[[ApiError], web.Response]) -> Middleware:
+def _json_errors(respond: Callable[[web.Request, ApiError], web.Response]) -> Middleware:
     """Every error becomes JSON; only those that nobody raised on purpose leave a traceback, in the log."""
 
     @web.middleware
@@ -307,7 +334,7 @@ def _json_errors(respond: Callable[[ApiError], web.Response]) -> Middleware:
         try:
             return await handler(request)
         except (ApiError, JaxserveError, BreakerOpenError) as error:
-            return respond(to_api_error(error))
+            return respond(request, to_api_error(error))
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -316,13 +343,14 @@ def _json_errors(respond: Callable[[ApiError], web.Response]) -> Middleware:
                 404: f"there is nothing at {request.path!r}",
                 405: f"{request.path!r} does not take {request.method}",
             }
-            return respond(ApiError(error.status, text.get(error.status, error.reason), headers=headers))
+            reason = text.get(error.status, error.reason)
+            return respond(request, ApiError(error.status, reason, headers=headers))
         except ConnectionError:
             # The client is gone. aiohttp drops the answer quietly; an error that it sees it would log as a bug of ours.
             return web.Response(status=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             logger.exception("%s %r failed (request %s)", request.method, request.path, request[REQUEST_ID])
-            return respond(to_api_error(error))
+            return respond(request, to_api_error(error))
 
     return answer
 

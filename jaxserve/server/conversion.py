@@ -11,13 +11,15 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
+from jaxserve.server.anthropic.body import prepare_message
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
 from jaxserve.server.errors import model_not_found
+from jaxserve.server.openai_responses.body import prepare_response
 from jaxserve.server.protocol import (
     ChatCompletionBody,
     CommonFields,
@@ -35,8 +37,8 @@ MAX_LOGPROB_ENTRIES = 2_000_000  # of one HTTP request or batch line, about 100 
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
-ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
+Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+BATCH_ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
 
 
 class Validator(Protocol):
@@ -75,6 +77,7 @@ class PreparedRequest:
       wants_prompt_logprobs: report them in a field of their own.
       num_logprobs: alternatives a token; None without logprobs.
       service_tier: the one that it is served in, where one was asked for.
+      repeated: fields of the request that the answer repeats, besides those above.
     """
 
     endpoint: Endpoint
@@ -91,10 +94,11 @@ class PreparedRequest:
     wants_prompt_logprobs: bool = False
     return_token_ids: bool = False
     service_tier: str | None = None
+    repeated: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
-        return self.endpoint == "/v1/chat/completions"
+        return self.endpoint != "/v1/completions"
 
     @property
     def num_choices(self) -> int:
@@ -113,9 +117,12 @@ def prepare(
       InvalidRequestError: the body can't be honoured as asked.
       ApiError: it names a model that is not served.
     """
+    if endpoint == "/v1/completions":
+        return _prepare_completion(decode_completion(data), context, caller)
     if endpoint == "/v1/chat/completions":
-        return _prepare_chat(decode_chat(data), context, caller)
-    return _prepare_completion(decode_completion(data), context, caller)
+        return prepare_chat(decode_chat(data), context, caller)
+    prepare_other = prepare_message if endpoint == "/v1/messages" else prepare_response
+    return prepare_other(data, lambda chat: prepare_chat(chat, context, caller))
 
 
 def _prepare_completion(body: CompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
@@ -188,7 +195,7 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
     )
 
 
-def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
+def prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
     model = _check_model(body, context)
     service = service_level(body, caller, context.service)
     n = _check_n(body)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -40,19 +39,34 @@ class ApiError(Exception):
         return self.message
 
 
-def error_object(error: ApiError) -> dict[str, Any]:
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """What went wrong, for people and for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every error response."""
+
+    error: ErrorObject
+
+
+def error_object(error: ApiError) -> ErrorObject:
     """The object under "error" in a response body; always encodable as UTF-8 JSON."""
-    return {
-        "message": encodable(error.message),
-        "type": error.type,
-        "param": None if error.param is None else encodable(error.param),
-        "code": error.code,
-    }
+    return ErrorObject(
+        message=encodable(error.message),
+        type=error.type,
+        param=None if error.param is None else encodable(error.param),
+        code=error.code,
+    )
 
 
 def error_body(error: ApiError) -> bytes:
     """The whole response body."""
-    return msgspec.json.encode({"error": error_object(error)})
+    return msgspec.json.encode(ErrorBody(error_object(error)))
 
 
 def encodable(text: str) -> str:

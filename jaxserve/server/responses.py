@@ -36,15 +36,26 @@ class Usage:
         if output.index == 0 or prompt not in self._prompt:
             self._prompt[prompt] = (output.num_prompt_tokens, output.num_cached_tokens)
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(tokens for tokens, _ in self._prompt.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of the prompts that had been computed before."""
+        return sum(cached for _, cached in self._prompt.values())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(self._output.values())
+
     def to_json(self) -> dict[str, Any]:
         """The `usage` object."""
-        prompt = sum(tokens for tokens, _ in self._prompt.values())
-        completion = sum(self._output.values())
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt.values())},
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
         if self._drafts:
             drafted = sum(drafted for drafted, _ in self._drafts.values())

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 
 from jaxserve.errors import JaxserveError
+from jaxserve.outputs import RequestOutput
 from jaxserve.server.async_engine import OutputStream
-from jaxserve.server.conversion import PreparedRequest
-from jaxserve.server.errors import ApiError, error_body, to_api_error
-from jaxserve.server.responses import ChunkBuilder
-
-if TYPE_CHECKING:
-    from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 # Bytes that may wait in this process for one client's socket before its handler pauses. What the handler has not
 # taken yet stays in its mailbox as deltas.
 WRITE_BUFFER_BYTES = 32 * 1024
@@ -36,41 +31,53 @@ HEADERS = {
 }
 
 
-async def send_stream(
-    request: web.Request, prepared: PreparedRequest, outputs: OutputStream, tokenizer: Tokenizer
-) -> web.StreamResponse:
+class EventSource(Protocol):
+    """How an endpoint words a streamed answer. Everything is events as they go over the wire, or nothing."""
+
+    def events(self, output: RequestOutput) -> bytes:
+        """Raises: ApiError: the engine could not finish a choice."""
+
+    def end(self) -> bytes:
+        """After the last output of a whole answer."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """In the place of all that would have come."""
+
+
+async def send_stream(request: web.Request, source: EventSource, outputs: OutputStream) -> web.StreamResponse:
     """Answer `request` with the events of `outputs`.
 
-    A whole answer ends with `[DONE]`. One that can't be finished ends with an `{"error": ...}` event and without
-    `[DONE]`, so that nobody takes it for whole. A client that goes away ends the coroutine (it is cancelled, or a
-    write raises); the caller closes `outputs`, which aborts the request.
+    One that can't be finished ends with an event that says so, and without the endpoint's own end, so that nobody
+    takes it for whole. A client that goes away ends the coroutine (it is cancelled, or a write raises); the caller
+    closes `outputs`, which aborts the request.
     """
     response = web.StreamResponse(headers=HEADERS)
     _bound_buffers(request)
     await response.prepare(request)
-    builder = ChunkBuilder(prepared, tokenizer)
     try:
         while news := await outputs.next():
-            events = [event(chunk) for output in news for chunk in builder.chunks(output)]
+            events = b"".join([source.events(output) for output in news])
             if events:
-                await response.write(b"".join(events))
+                await response.write(events)
     except (ApiError, JaxserveError) as error:
-        await response.write(b"data: " + error_body(to_api_error(error)) + b"\n\n")
+        await response.write(source.failure(to_api_error(error)))
     except OSError:
         raise  # the client is gone
     except Exception as error:
         logger.exception("a stream failed")
-        await response.write(b"data: " + error_body(to_api_error(error)) + b"\n\n")
+        await response.write(source.failure(to_api_error(error)))
     else:
-        last = event(builder.usage_chunk()) if prepared.include_usage else b""
-        await response.write(last + DONE)
+        last = source.end()
+        if last:
+            await response.write(last)
     await response.write_eof()
     return response
 
 
-def event(chunk: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+def event(data: dict[str, Any], name: str | None = None) -> bytes:
+    """One server-sent event, with a name where the endpoint has any."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _bound_buffers(request: web.Request) -> None:

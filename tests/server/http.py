@@ -69,6 +69,18 @@ def events(raw: bytes) -> list[Any]:
     return [json.loads(part[6:].decode("utf-8")) for part in parts[:-1]]
 
 
+def named_events(raw: bytes) -> list[tuple[str, Any]]:
+    """The events of a stream in which each has a name."""
+    assert raw.endswith(b"\n\n"), raw[-80:]
+    result = []
+    for part in raw.split(b"\n\n")[:-1]:
+        name, data = part.split(b"\n")
+        assert name.startswith(b"event: ")
+        assert data.startswith(b"data: ")
+        result.append((name[7:].decode(), json.loads(data[6:].decode("utf-8"))))
+    return result
+
+
 def stream(base_url: str, path: str, body: dict[str, Any], **kwargs: Any) -> list[Any]:
     """The chunks of a streamed answer."""
     reply = post(base_url, path, {**body, "stream": True}, **kwargs)

@@ -70,7 +70,8 @@ class RunningServer:
             validator=self._core,
         )
         self.server = Server(self.engine, context, metrics, self._options)
-        runner = JsonAppRunner(build_app(self.server), handler_cancellation=True, shutdown_timeout=0.5)
+        self.app = build_app(self.server)
+        runner = JsonAppRunner(self.app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -108,6 +109,32 @@ def test_openai_client_whole(client: openai.OpenAI) -> None:
     assert [choice.text[:3] for choice in text.choices] == ["one", "two"]
     named = client.with_options(default_headers={"X-Request-Id": "mine-1"})
     assert named.completions.create(model="tiny", prompt="one", max_tokens=1)._request_id == "mine-1"
+
+
+def test_every_endpoint_gives_the_same_answer(api_url: str, client: openai.OpenAI) -> None:
+    """With the clients of both vendors, whole and streamed."""
+    question: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello there"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=question, temperature=0, max_completion_tokens=12, logit_bias=BAN_EOS
+    )
+    text = chat.choices[0].message.content
+    asked: Any = {"model": "tiny", "instructions": "Be brief.", "input": "Hello there", "temperature": 0}
+    whole = client.responses.create(**asked, max_output_tokens=12)
+    assert text is not None
+    assert text.startswith(whole.output_text)
+    with client.responses.stream(**asked, max_output_tokens=12) as stream:
+        assert stream.get_final_response().output_text == whole.output_text
+    other = anthropic.Anthropic(base_url=api_url, api_key="none", max_retries=0)
+    turns: Any = [question[1]]
+    message: Any = {"model": "tiny", "system": "Be brief.", "messages": turns, "max_tokens": 12}
+    greedy = {"temperature": 0}
+    answer = other.messages.create(**message, extra_body=greedy)
+    assert answer.content[0].text == whole.output_text
+    with other.messages.stream(**message, extra_body=greedy) as events:
+        assert "".join(events.text_stream) == whole.output_text
+    assert other.messages.count_tokens(model="tiny", system="Be brief.", messages=turns).input_tokens == (
+        chat.usage.prompt_tokens if chat.usage else 0
+    )
 
 
 def test_openai_client_streamed(client: openai.OpenAI) -> None:

@@ -1,0 +1,1 @@
+"""`POST /v1/responses`, in the shapes of OpenAI's Responses API."""

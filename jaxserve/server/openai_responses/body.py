@@ -1,0 +1,238 @@
+"""The body of `POST /v1/responses`, and the chat that it asks for.
+
+The rules of `jaxserve.server.protocol` hold here as well. Fields follow OpenAI's Responses API
+(https://platform.openai.com/docs/api-reference/responses). Nothing is stored: `store: true` is refused, and absent
+means false here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.errors import unsupported
+from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode
+
+if TYPE_CHECKING:
+    from jaxserve.server.conversion import PreparedRequest
+
+_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input"}
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text")
+
+
+class InputPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A part of a message: `input_text`, or the `output_text` of an earlier answer."""
+
+    type: str
+    text: str | None = None
+    # Of an earlier answer; no effect.
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    # Of parts of other types, which are refused by their type.
+    image_url: Any = None
+    detail: Any = None
+    file_id: Any = None
+    file_data: Any = None
+    file_url: Any = None
+    filename: Any = None
+    input_audio: Any = None
+    refusal: Any = None
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A message: `role` and `content`. `id` and `status` are those of an earlier answer, without effect."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    id: str | None = None
+    status: str | None = None
+    # Of items of other types, which are refused by their type.
+    call_id: Any = None
+    name: Any = None
+    arguments: Any = None
+    output: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+    phase: Any = None
+
+
+class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/responses`.
+
+    Attributes:
+      model: a name of `/v1/models`.
+      input: a text (the user's), or messages.
+      instructions: what the model is told before them.
+      max_output_tokens: most tokens of the answer; absent: as many as fit.
+      temperature, top_p: absent, the model's generation defaults decide.
+      top_logprobs, include: each token's logprob and that many alternatives, with `message.output_text.logprobs` in
+        `include`.
+      service_tier, user: as for chats.
+    """
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    stream: bool | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    # Labels without effect.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Known, not honoured.
+    store: bool | None = None
+    background: Any = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    parallel_tool_calls: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    prompt_cache_retention: Any = None
+    reasoning: Any = None
+    stream_options: Any = None
+    text: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncation: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "background": (False,),
+    "parallel_tool_calls": (True, False),
+    "reasoning": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncation": ("disabled",),
+}
+_UNHONOURED = (
+    "store",
+    "background",
+    "conversation",
+    "max_tool_calls",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt",
+    "prompt_cache_retention",
+    "reasoning",
+    "stream_options",
+    "text",
+    "tool_choice",
+    "tools",
+    "truncation",
+    "context_management",
+    "moderation",
+)
+
+
+def prepare_response(
+    data: bytes, prepare_chat: Callable[[ChatCompletionBody], PreparedRequest]
+) -> PreparedRequest:
+    """Decode and check a body, and have the chat that it asks for prepared. Raises: InvalidRequestError, ApiError."""
+    body = decode(data, ResponsesBody)
+    for name in _UNHONOURED:
+        value = getattr(body, name)
+        if value is not None and value not in _NEUTRAL.get(name, ()):
+            raise unsupported(name, f"'{name}' is not supported by this server")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        raise InvalidRequestError(
+            f"max_output_tokens must be at least 1, got {body.max_output_tokens}", param="max_output_tokens"
+        )
+    logprobs = _wants_logprobs(body)
+    chat = ChatCompletionBody(
+        model=body.model,
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        logprobs=logprobs or None,
+        top_logprobs=body.top_logprobs if logprobs else None,
+        stream=body.stream,
+        service_tier=body.service_tier,
+        user=body.user,
+    )
+    try:
+        prepared = prepare_chat(chat)
+    except InvalidRequestError as error:
+        error.param = _NAMES.get(error.param or "", error.param)
+        raise
+    params = prepared.prompts[0].params
+    return replace(
+        prepared,
+        endpoint="/v1/responses",
+        response_id="resp_" + prepared.response_id.removeprefix("chatcmpl-"),
+        repeated={
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "user": body.user,
+            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
+        },
+    )
+
+
+def _wants_logprobs(body: ResponsesBody) -> bool:
+    for name in body.include or ():
+        if name != _LOGPROBS:
+            raise unsupported("include", f"include: {name[:80]!r} is not supported by this server")
+    if body.top_logprobs and not body.include:
+        raise InvalidRequestError(f"'top_logprobs' needs {_LOGPROBS!r} in 'include'", param="top_logprobs")
+    return bool(body.include)
+
+
+def _messages(body: ResponsesBody) -> list[ChatMessage]:
+    messages = []
+    if body.instructions is not None:
+        messages.append(ChatMessage(role="system", content=body.instructions))
+    if isinstance(body.input, str):
+        return [*messages, ChatMessage(role="user", content=body.input)]
+    if not body.input:
+        raise InvalidRequestError("input must not be an empty list", param="input")
+    for index, item in enumerate(body.input):
+        where = f"input[{index}]"
+        if item.type not in (None, "message"):
+            raise unsupported(f"{where}.type", f"{where}: only items of the type 'message' are supported")
+        if item.role not in ("user", "assistant", "system", "developer"):
+            raise InvalidRequestError(
+                f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", param=f"{where}.role"
+            )
+        messages.append(ChatMessage(role=item.role, content=_text(f"{where}.content", item.content)))
+    return messages
+
+
+def _text(where: str, content: str | list[InputPart] | None) -> str:
+    if isinstance(content, str):
+        return content
+    if not content:
+        raise InvalidRequestError(f"{where} must be a text or a list of parts", param=where)
+    texts = []
+    for index, part in enumerate(content):
+        path = f"{where}[{index}]"
+        if part.type not in _TEXT_PARTS:
+            raise unsupported(
+                f"{path}.type", f"{path}: only parts of the type {' or '.join(_TEXT_PARTS)} are supported"
+            )
+        if part.text is None:
+            raise InvalidRequestError(f"{path}.text is missing", param=f"{path}.text")
+        texts.append(part.text)
+    return "\n".join(texts)
