@@ -106,11 +106,10 @@ def openapi_document(model_names: tuple[str, ...], *, version: str, has_keys: bo
       model_names: those that requests may use.
       has_keys: an API key is required.
     """
-    types = [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind is not None]
-    refs, components = msgspec.json.schema_components(
-        [*types, ErrorBody], ref_template="#/components/schemas/{name}"
-    )
-    schemas = dict(zip([*types, ErrorBody], refs, strict=True))
+    types: list[type[msgspec.Struct]] = [ErrorBody]
+    types += [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind is not None]
+    refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(types, refs, strict=True))
     for one in OPERATIONS:
         if one.body is not None:
             _name_models(components[one.body.__name__], model_names)
