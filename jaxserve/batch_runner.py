@@ -40,6 +40,7 @@ from jaxserve.server.conversion import BATCH_ENDPOINTS, PreparedRequest, Serving
 from jaxserve.server.errors import ApiError, error_object, to_api_error
 from jaxserve.server.protocol import decode
 from jaxserve.server.responses import ResponseBuilder
+from jaxserve.server.service_level import Caller
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 PHASE = "bytes of the input"
@@ -104,20 +105,40 @@ def run_batch(
     *,
     max_in_flight: int,
     progress: Progress | None = None,
+    caller: Caller = Caller(),
+    summary: BatchSummary | None = None,
 ) -> BatchSummary:
     """Answer every line of `source` and write `destination` atomically.
 
     Args:
       max_in_flight: choices in the engine at once; enough to keep its batch full.
       progress: told (PHASE, bytes read of the input, its size).
+      caller: who asks; whose share of the engine it takes.
+      summary: is filled on the way, for whoever watches; a new one is made otherwise.
 
     Raises:
       OSError: a file can't be read or written. The journal stays, so a later run goes on from there.
     """
     service = dataclasses.replace(context.service, background_only=True)
     context = dataclasses.replace(context, service=service)
-    runner = _BatchRunner(engine, context, max_in_flight, progress or NullProgress())
+    runner = _BatchRunner(
+        engine, context, max_in_flight, progress or NullProgress(), caller, summary or BatchSummary()
+    )
     return runner.run(source, destination)
+
+
+def write_unfinished(destination: Path) -> None:
+    """Make `destination` of what an interrupted run has done, in the order in which it was; its journal goes."""
+    journal_path = _journal_path(destination)
+    with journal_path.open("rb") as journal, destination.open("wb") as file:
+        journal.readline()  # the header
+        while (data := journal.readline()).endswith(b"\n"):
+            file.write(bytes(msgspec.json.decode(data, type=_Entry).record) + b"\n")
+    journal_path.unlink()
+
+
+def _journal_path(destination: Path) -> Path:
+    return destination.with_name(destination.name + ".partial")
 
 
 @dataclass(slots=True)
@@ -143,7 +164,8 @@ class _BatchRunner:
     context: ServingContext
     max_in_flight: int
     progress: Progress
-    summary: BatchSummary = field(default_factory=BatchSummary)
+    caller: Caller
+    summary: BatchSummary
     seen_ids: set[bytes] = field(default_factory=set)
     open: dict[str, _Open] = field(default_factory=dict)  # by id of a GenerationRequest
     choices_in_flight: int = 0
@@ -151,7 +173,7 @@ class _BatchRunner:
     def run(self, source: Path, destination: Path) -> BatchSummary:
         started = time.monotonic()
         size = source.stat().st_size
-        journal_path = destination.with_name(destination.name + ".partial")
+        journal_path = _journal_path(destination)
         with source.open("rb") as file, _Journal(journal_path, self.context.model_names[0]) as journal:
             for line in read_lines(file):
                 slot = journal.new_slot()
@@ -184,7 +206,7 @@ class _BatchRunner:
             custom_id = _custom_id(line.data)
             entry = decode(line.data, BatchLine)
             self._note_id(entry.custom_id)
-            prepared = _prepare(entry, self.context)
+            prepared = _prepare(entry, self.context, self.caller)
             self._submit(prepared, journal)
         except (JaxserveError, ApiError) as error:
             self._fail(slot, line, custom_id, to_api_error(error), journal)
@@ -268,14 +290,14 @@ class _BatchRunner:
         self.seen_ids.add(digest)
 
 
-def _prepare(entry: BatchLine, context: ServingContext) -> PreparedRequest:
+def _prepare(entry: BatchLine, context: ServingContext, caller: Caller) -> PreparedRequest:
     if not entry.custom_id:
         raise InvalidRequestError("custom_id must not be empty", param="custom_id")
     if entry.method != "POST":
         raise InvalidRequestError(f"method must be 'POST', got {entry.method!r}", param="method")
     for endpoint in BATCH_ENDPOINTS:
         if entry.url == endpoint:
-            prepared = prepare(endpoint, bytes(entry.body), context)
+            prepared = prepare(endpoint, bytes(entry.body), context, caller)
             break
     else:
         raise InvalidRequestError(

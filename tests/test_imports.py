@@ -77,6 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": ENGINE | {"engine", "engine_factory", "engine_setup", "workload", "recording", "simulation"},
     "server": ENGINE | {"engine", "engine_factory"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
+    "batch_jobs": ENGINE | {"engine", "server", "batch_runner"},
     "cli": ENGINE
     | {
         "engine",
@@ -84,6 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "llm",
         "server",
         "batch_runner",
+        "batch_jobs",
         "compile_programs",
         "workload",
         "recording",

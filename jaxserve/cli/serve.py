@@ -64,6 +64,14 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for /v1/files and /v1/batches, which are not there without it. A restart goes on with "
+            "batches that it finds there.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Sequences that may wait; more get 429.", rich_help_panel=PANEL)
     ] = 4096,
@@ -144,6 +152,7 @@ def serve(
         -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
     """
     # Imported here so that `jaxserve --help` needs neither aiohttp nor jax.
+    from jaxserve.batch_jobs.api import BatchApi
     from jaxserve.engine_factory import create_engine
     from jaxserve.progress import BarProgress
     from jaxserve.request import ServiceTargets
@@ -197,6 +206,7 @@ def serve(
     )
     names = tuple(served_model_name or ())
     sock = bind(host, port)
+    batches = None if data_dir is None else BatchApi(data_dir)
     with sock:
         with BarProgress() as progress:
             engine = create_engine(
@@ -218,6 +228,7 @@ def serve(
                 model_names=names,
                 drain_seconds=drain_seconds,
                 tls=tls,
+                extensions=() if batches is None else (batches,),
                 targets=ServiceTargets(
                     ttft_seconds=slo_ttft_ms / 1000 if slo_ttft_ms else None,
                     itl_seconds=slo_itl_ms / 1000 if slo_itl_ms else None,

@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -26,8 +26,9 @@ from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
 from jaxserve.server.errors import ApiError, model_not_found, shutting_down, to_api_error
+from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
-from jaxserve.server.openapi import OPERATIONS, openapi_document
+from jaxserve.server.openapi import OPERATIONS, Operation, openapi_document
 from jaxserve.server.request_id import REQUEST_ID, add_request_id, choose_request_id
 from jaxserve.server.retry_after import retry_after
 from jaxserve.server.service_level import Caller, read_caller
@@ -80,6 +81,7 @@ class Server:
         self.metrics = server_metrics
         longest = MAX_BYTES_PER_CHAR * context.tokenizer.max_chars_for(context.max_model_len)
         self.max_body_bytes = min(max(MIN_BODY_BYTES, longest), MAX_BODY_BYTES)
+        self.operations: tuple[Operation, ...] = OPERATIONS
         self.is_draining = False
         self._jitter = jitter or random.Random()
         self._created = int(time.time())
@@ -270,10 +272,10 @@ class Server:
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         """`GET /openapi.json`."""
         names, has_keys = self.context.model_names, bool(self.options.keys)
-        return json_response(openapi_document(names, version=_version(), has_keys=has_keys))
+        return json_response(openapi_document(self.operations, names, version=_version(), has_keys=has_keys))
 
 
-def build_app(server: Server) -> web.Application:
+def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
     app = web.Application(
         middlewares=[
@@ -298,6 +300,9 @@ def build_app(server: Server) -> web.Application:
     app.router.add_get("/openapi.json", server.openapi)
     app.router.add_post("/tokenize", server.tokenize)
     app.router.add_post("/detokenize", server.detokenize)
+    for extension in extensions:
+        extension.attach(app, server)
+        server.operations += extension.operations
     app.on_response_prepare.append(cors_headers(server.options.allowed_origins))
     app.on_response_prepare.append(add_request_id)
     return app

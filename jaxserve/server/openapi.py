@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,14 @@ from jaxserve.server.openai_responses.body import ResponsesBody
 from jaxserve.server.protocol import ChatCompletionBody, CompletionBody
 from jaxserve.server.tokenization import DetokenizeBody, Detokenized, TokenizeBody, Tokenized
 
+_PARAMETER = re.compile(r"\{(\w+)\}")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 _ERRORS = {
     400: "The request can't be honoured as asked.",
     401: "A valid API key is required.",
-    404: "There is no such model.",
+    404: "There is no such model, or thing.",
+    409: "It is too late for that.",
     413: "The body is too large.",
     429: "There is more work than can be done in time.",
     500: "A failed generation, or a bug.",
@@ -34,6 +37,7 @@ class Operation:
       body: the type that validates it; None: there is none.
       answer: the type of it; None: an object that is described elsewhere.
       content_type: of an answer that is not JSON.
+      uploads: the body is a form with a file and its purpose.
       streams: the answer may be a stream of events.
       errors: statuses besides 401 and 500.
       is_open: needs no key.
@@ -46,6 +50,7 @@ class Operation:
     answer: type[msgspec.Struct] | None = None
     content_type: str = "application/json"
     streams: bool = False
+    uploads: bool = False
     errors: tuple[int, ...] = ()
     is_open: bool = False
 
@@ -99,22 +104,25 @@ OPERATIONS = (
 )
 
 
-def openapi_document(model_names: tuple[str, ...], *, version: str, has_keys: bool) -> dict[str, Any]:
+def openapi_document(
+    operations: tuple[Operation, ...], model_names: tuple[str, ...], *, version: str, has_keys: bool
+) -> dict[str, Any]:
     """JSON-ready.
 
     Args:
+      operations: all that are served.
       model_names: those that requests may use.
       has_keys: an API key is required.
     """
     types: list[type[msgspec.Struct]] = [ErrorBody]
-    types += [kind for one in OPERATIONS for kind in (one.body, one.answer) if kind is not None]
+    types += [kind for one in operations for kind in (one.body, one.answer) if kind is not None]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, refs, strict=True))
-    for one in OPERATIONS:
+    for one in operations:
         if one.body is not None:
             _name_models(components[one.body.__name__], model_names)
     paths: dict[str, dict[str, Any]] = {}
-    for one in OPERATIONS:
+    for one in operations:
         paths.setdefault(one.path, {})[one.method] = _operation(one, schemas, has_keys=has_keys)
     return {
         "openapi": "3.1.0",
@@ -162,9 +170,15 @@ def _operation(
             "required": True,
             "content": {"application/json": {"schema": schemas[one.body]}},
         }
-    if "{name}" in one.path:
+    if one.uploads:
+        fields = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
+        form = {"type": "object", "properties": fields, "required": list(fields)}
+        result["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+    names = _PARAMETER.findall(one.path)
+    if names:
+        text = {"type": "string", "minLength": 1}
         result["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {"name": name, "in": "path", "required": True, "schema": text} for name in names
         ]
     return result
 
@@ -172,5 +186,5 @@ def _operation(
 def _name_models(schema: dict[str, Any], model_names: tuple[str, ...]) -> None:
     """Say which models there are, where a body names one."""
     model = schema["properties"].get("model")
-    if model is not None:
-        schema["properties"]["model"] = {"type": "string", "enum": list(model_names)}
+    if model is not None:  # it may be null where it may be absent
+        schema["properties"]["model"] = {"enum": [*model_names, *([] if "type" in model else [None])]}

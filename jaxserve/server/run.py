@@ -24,6 +24,7 @@ from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.server.connection import MAX_HEADER_BYTES, MAX_HEADERS, JsonAppRunner
 from jaxserve.server.conversion import ServingContext
+from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.service_level import ServiceRules
 
@@ -45,6 +46,7 @@ class RunOptions:
     targets: of interactive requests that name none.
     breaker: when the server stops giving work to an engine that fails.
     tls: speak TLS, if given.
+    extensions: further parts of the server.
     """
 
     server: ServerOptions = field(default_factory=ServerOptions)
@@ -53,6 +55,7 @@ class RunOptions:
     targets: ServiceTargets = field(default_factory=ServiceTargets)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     tls: ssl.SSLContext | None = None
+    extensions: tuple[Extension, ...] = ()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -119,7 +122,7 @@ async def _serve(
     )
     server = Server(engine, context, metrics, options.server)
     runner = JsonAppRunner(
-        build_app(server),
+        build_app(server, options.extensions),
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=1.0,
@@ -137,16 +140,20 @@ async def _serve(
         await runner.cleanup()
         raise _cannot_listen(host, port, error) from None
     engine.start()
+    for extension in options.extensions:
+        await extension.start()
     announce(f"listening on {url(host, port, tls=options.tls is not None)}")
-    code = await _until_the_end(server, stop, dead, options.drain_seconds)
+    await _first_of(stop, dead)
+    for extension in options.extensions:
+        await extension.stop()
+    code = await _until_the_end(server, dead, options.drain_seconds)
     await runner.cleanup()
     await engine.stop()
     server.close()
     return code
 
 
-async def _until_the_end(server: Server, stop: asyncio.Event, dead: asyncio.Event, grace: float) -> int:
-    await _first_of(stop, dead)
+async def _until_the_end(server: Server, dead: asyncio.Event, grace: float) -> int:
     if not dead.is_set():
         logger.info("shutting down: waiting up to %g s for running requests", grace)
         draining = asyncio.create_task(server.drain(grace))

@@ -108,7 +108,7 @@ class CopyEngine:
             raise self.fail_with
         updates = [self._advance(request) for request in self._running[: self.max_running]]
         outputs, stopped = self._outputs.process(updates)
-        ended = {request_id for request_id, _ in stopped}
+        ended = {request_id for request_id, *_ in stopped}
         self._running = [
             one for one in self._running if one.request_id not in ended and one.finish_reason is None
         ]

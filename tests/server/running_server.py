@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, Self
 
 from aiohttp import web
@@ -15,6 +16,7 @@ from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
 from jaxserve.server.connection import JsonAppRunner
 from jaxserve.server.conversion import ServingContext
+from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 
 
@@ -26,7 +28,9 @@ class RunningServer:
         engine: Any,
         options: ServerOptions = ServerOptions(),
         limits: BreakerLimits = BreakerLimits(),
+        extensions: Sequence[Extension] = (),
     ) -> None:
+        self._extensions = extensions
         self._core = engine
         self._limits = limits
         self._options = options
@@ -70,7 +74,7 @@ class RunningServer:
             validator=self._core,
         )
         self.server = Server(self.engine, context, metrics, self._options)
-        self.app = build_app(self.server)
+        self.app = build_app(self.server, self._extensions)
         runner = JsonAppRunner(self.app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         sock = socket.socket()
@@ -78,8 +82,12 @@ class RunningServer:
         self.port = sock.getsockname()[1]
         await web.SockSite(runner, sock).start()
         self.engine.start()
+        for extension in self._extensions:
+            await extension.start()
         self._ready.set()
         await self._stop.wait()
+        for extension in self._extensions:
+            await extension.stop()
         await runner.cleanup()
         await self.engine.stop()
         self.server.close()

@@ -122,16 +122,17 @@ def test_every_endpoint_gives_the_same_answer(api_url: str, client: openai.OpenA
     whole = client.responses.create(**asked, max_output_tokens=12)
     assert text is not None
     assert text.startswith(whole.output_text)
-    with client.responses.stream(**asked, max_output_tokens=12) as stream:
-        assert stream.get_final_response().output_text == whole.output_text
+    events = client.responses.create(**asked, max_output_tokens=12, stream=True)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
     other = anthropic.Anthropic(base_url=api_url, api_key="none", max_retries=0)
     turns: Any = [question[1]]
     message: Any = {"model": "tiny", "system": "Be brief.", "messages": turns, "max_tokens": 12}
     greedy = {"temperature": 0}
     answer = other.messages.create(**message, extra_body=greedy)
     assert answer.content[0].text == whole.output_text
-    with other.messages.stream(**message, extra_body=greedy) as events:
-        assert "".join(events.text_stream) == whole.output_text
+    with other.messages.stream(**message, extra_body=greedy) as stream:
+        assert "".join(stream.text_stream) == whole.output_text
     assert other.messages.count_tokens(model="tiny", system="Be brief.", messages=turns).input_tokens == (
         chat.usage.prompt_tokens if chat.usage else 0
     )

@@ -39,7 +39,7 @@ def server(tokenizer: Tokenizer) -> Iterator[RunningServer]:
         yield running
 
 
-SCHEMA = schemathesis.openapi.from_dict(openapi_document(("copy",), version="0", has_keys=False))
+SCHEMA = schemathesis.openapi.from_dict(openapi_document(OPERATIONS, ("copy",), version="0", has_keys=False))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: f"{one.method} {one.path}")
@@ -74,6 +74,8 @@ def test_it_names_every_route(server: RunningServer) -> None:
         if route.resource is not None and route.method != "HEAD"
     }
     assert described == served == {(one.method.upper(), one.path) for one in OPERATIONS}
-    fields = document["components"]["schemas"]["ChatCompletionBody"]
-    assert fields["properties"]["model"] == {"type": "string", "enum": ["copy"]}
+    schemas = document["components"]["schemas"]
+    fields = schemas["ChatCompletionBody"]
+    assert fields["properties"]["model"] == {"enum": ["copy", None]}
+    assert schemas["MessagesBody"]["properties"]["model"] == {"enum": ["copy"]}
     assert fields["additionalProperties"] is False

@@ -1,0 +1,252 @@
+"""`/v1/files` and `/v1/batches`, with the openai client."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from jaxserve.batch_jobs import api
+from jaxserve.batch_jobs.api import BatchApi
+from jaxserve.batch_jobs.store import BatchStore
+from jaxserve.errors import ConfigError
+from jaxserve.server.api_keys import make_api_keys
+from jaxserve.server.app import ServerOptions
+from jaxserve.tokenizer import Tokenizer
+from tests.server import http
+from tests.server.copy_engine import CopyEngine
+from tests.server.running_server import RunningServer
+
+COMPLETIONS = "/v1/completions"
+KEYS = ServerOptions(keys=make_api_keys([("ann", "a"), ("bob", "b")]))
+
+
+def line(number: int, **fields: Any) -> dict[str, Any]:
+    body = {"model": "copy", "prompt": f"one two three {number}", "max_tokens": 5, **fields}
+    return {"custom_id": f"id-{number}", "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join(one if isinstance(one, bytes) else json.dumps(one).encode() + b"\n" for one in lines)
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Running:
+    """A server on a folder, and a client of one of its keys."""
+
+    def __init__(self, core: CopyEngine, folder: Path) -> None:
+        self.core = core
+        self.server = RunningServer(core, KEYS, extensions=[BatchApi(folder)])
+
+    def __enter__(self) -> Running:
+        self.server.__enter__()
+        self.url = self.server.base_url
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="a", max_retries=0)
+        self.other = self.client.with_options(api_key="b")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.server.__exit__(*exc_info)
+
+    def begin(self, content: bytes) -> str:
+        file = self.client.files.create(file=("in.jsonl", content), purpose="batch")
+        return self.client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h", metadata={"a": "b"}
+        ).id
+
+    def end(self, batch_id: str) -> Any:
+        ends = ("completed", "failed", "cancelled")
+        until(lambda: self.client.batches.retrieve(batch_id).status in ends)
+        return self.client.batches.retrieve(batch_id)
+
+    def records(self, file_id: str | None) -> list[Any]:
+        assert file_id is not None
+        return [json.loads(text) for text in self.client.files.content(file_id).text.splitlines()]
+
+
+@pytest.fixture
+def running(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Running]:
+    with Running(CopyEngine(tokenizer), tmp_path / "data") as one:
+        yield one
+
+
+def test_a_batch_is_answered_line_by_line(running: Running) -> None:
+    bad = [b"[1]\n", b"{\n", line(7, temperature=-1), line(8, stream=True)]
+    batch = running.end(running.begin(jsonl(line(0), b"\n", line(1), *bad, line(0))))
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        7,
+        3,
+        4,
+    )
+    assert (batch.metadata, batch.errors) == ({"a": "b"}, None)
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    good = running.records(batch.output_file_id)
+    assert [record["custom_id"] for record in good] == ["id-0", "id-1", "id-0"]
+    asked = http.post(running.url, COMPLETIONS, line(1)["body"], headers={"X-Api-Key": "a"}).json
+    assert good[1]["response"]["body"]["choices"] == asked["choices"]
+    failed = running.records(batch.error_file_id)
+    assert [record["error"]["line"] for record in failed] == [4, 5, 6, 7]
+    assert failed[2]["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "empty_file"),
+        (b"\n \n", "empty_file"),
+        (jsonl({**line(0), "url": "/v1/chat/completions"}), "invalid_url"),
+    ],
+)
+def test_a_file_that_makes_no_batch(running: Running, content: bytes, code: str) -> None:
+    batch = running.end(running.begin(content))
+    assert batch.status == "failed"
+    assert [error.code for error in batch.errors.data] == [code]
+    assert running.end(running.begin(jsonl(line(0)))).status == "completed", "the next one runs"
+
+
+def test_a_restart_goes_on_where_it_was(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    content = jsonl(*[line(number, max_tokens=1 + 10 * number) for number in range(20)])
+    with Running(CopyEngine(tokenizer), tmp_path) as one:
+        expected = one.records(one.end(one.begin(content)).output_file_id)
+    slow = CopyEngine(tokenizer, max_running=4, step_seconds=0.005)
+    with Running(slow, tmp_path) as two:
+        batch_id = two.begin(content)
+        until(lambda: two.client.batches.retrieve(batch_id).request_counts.completed >= 3)
+        waiting = two.begin(jsonl(line(1)))
+    core = CopyEngine(tokenizer)
+    with Running(core, tmp_path) as three:
+        batch = three.end(batch_id)
+        assert batch.status == "completed"
+        assert len(core.submitted) < 20, "what had been done was not done again"
+        assert batch.request_counts.completed == 20
+        answers = [record["response"]["body"]["choices"] for record in three.records(batch.output_file_id)]
+        assert answers == [record["response"]["body"]["choices"] for record in expected]
+        assert three.end(waiting).status == "completed"
+
+
+def test_a_cancelled_batch_keeps_what_was_done(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    core = CopyEngine(tokenizer, max_running=2, step_seconds=0.005)
+    with Running(core, tmp_path) as running:
+        batch_id = running.begin(jsonl(*[line(number, max_tokens=100) for number in range(50)]))
+        until(lambda: running.client.batches.retrieve(batch_id).request_counts.completed >= 2)
+        next_id = running.begin(jsonl(line(0)))
+        with pytest.raises(openai.NotFoundError):
+            running.other.batches.cancel(batch_id)
+        assert running.client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
+        batch = running.end(batch_id)
+        assert batch.status == "cancelled"
+        assert 2 <= len(running.records(batch.output_file_id)) < 50
+        assert running.end(next_id).status == "completed"
+        until(lambda: not core.has_work())
+        with pytest.raises(openai.ConflictError):
+            running.client.batches.cancel(batch_id)
+
+
+def test_batches_give_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A full queue makes them wait; a request beside them is served."""
+    core = CopyEngine(tokenizer, max_running=2, max_waiting=2, step_seconds=0.001)
+    with Running(core, tmp_path) as running:
+        batch_id = running.begin(jsonl(*[line(number, n=2, max_tokens=20) for number in range(10)]))
+        batch = running.end(batch_id)
+        assert (batch.status, batch.request_counts.failed) == ("completed", 0)
+
+
+def test_what_belongs_to_one_is_not_there_for_another(running: Running) -> None:
+    client, other = running.client, running.other
+    file = client.files.create(file=("../../etc/passwd", jsonl(line(0))), purpose="batch")
+    batch_id = running.begin(jsonl(line(0)))
+    batch = running.end(batch_id)
+    for question in (
+        lambda who: who.files.retrieve(file.id),
+        lambda who: who.files.content(batch.output_file_id),
+        lambda who: who.batches.retrieve(batch_id),
+        lambda who: who.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"),
+        lambda who: who.files.delete(file.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            question(other)
+    assert not list(other.files.list())
+    assert not list(other.batches.list())
+    assert {one.id for one in client.files.list()} == {file.id, batch.input_file_id, batch.output_file_id}
+    assert [one.id for one in client.batches.list()] == [batch_id]
+    assert client.files.retrieve(file.id).bytes == len(jsonl(line(0)))
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+
+
+def test_names_of_clients_reach_no_path(running: Running, tmp_path: Path) -> None:
+    before = set(tmp_path.rglob("*"))
+    for name in ("../../evil", "/etc/passwd", '"a\tb', "é" * 500, ""):
+        running.client.files.create(file=(name, b"{}\n"), purpose="batch")
+    new = set(tmp_path.rglob("*")) - before
+    assert all(path.parent == tmp_path / "data" / "files" and path.name.startswith("file-") for path in new)
+    for path in (
+        "/v1/files/..%2f..%2fbatches.sqlite3/content",
+        "/v1/files/%2e%2e/content",
+        "/v1/batches/%ed%a0%80",
+    ):
+        assert http.request(running.url, "GET", path, headers={"X-Api-Key": "a"}).status == 404
+
+
+def test_bad_uploads_leave_nothing(running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "MAX_FILE_BYTES", 1000)
+    client = running.client
+    with pytest.raises(openai.APIStatusError) as large:
+        client.files.create(file=("a", b"x" * 2000), purpose="batch")
+    assert large.value.status_code == 413
+    with pytest.raises(openai.BadRequestError):
+        client.files.create(file=("a", b"x"), purpose="fine-tune")
+    key = {"X-Api-Key": "a"}
+    for body, kind in (
+        (b"{}", "application/json"),
+        (b"nothing", "multipart/form-data"),
+        (b"nothing", "multipart/form-data; boundary=x"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="other"\r\n\r\na\r\n--x--\r\n',
+            "multipart/form-data; boundary=x",
+        ),
+    ):
+        reply = http.post(running.url, "/v1/files", body, headers={**key, "Content-Type": kind})
+        assert (reply.status, bool(reply.error)) == (400, True), body
+    assert not list((tmp_path / "data" / "files").iterdir())
+
+
+def test_a_folder_has_one_server(running: Running, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        BatchStore(tmp_path / "data")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        BatchStore(tmp_path / "file")
+
+
+def test_lists_have_pages(running: Running) -> None:
+    ids = [running.client.files.create(file=("a", b"x"), purpose="batch").id for _ in range(5)]
+    assert [one.id for one in running.client.files.list(limit=2)] == ids[::-1]
+    for query in ("limit=0", "limit=x", "after=x"):
+        assert (
+            http.request(running.url, "GET", f"/v1/files?{query}", headers={"X-Api-Key": "a"}).status == 400
+        )
+
+
+def test_the_document_names_its_routes(running: Running) -> None:
+    document = http.request(running.url, "GET", "/openapi.json").json
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    served = {
+        (route.method, route.resource.canonical)
+        for route in running.server.app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    assert described == served
