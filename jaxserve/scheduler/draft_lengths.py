@@ -71,3 +71,31 @@ def best_lengths(
     for _, index in chances[:best]:
         lengths[index] += 1
     return lengths
+
+
+def best_rounds(
+    candidates: Sequence[Candidate],
+    *,
+    num_rows: int,
+    seconds: Callable[[int], float | None],
+    drafting_seconds: Callable[[int], float | None],
+) -> int:
+    """Tokens to draft for each candidate where drafting takes time itself; 0: it does not pay, or nothing is known.
+
+    Args:
+      num_rows, seconds: see `best_lengths`.
+      drafting_seconds: what drafting so many tokens for all of them takes.
+    """
+    alone = seconds(0)
+    if not alone:
+        return 0
+    best, best_rate = 0, _LEAST_GAIN * num_rows / alone
+    yielded, count = float(num_rows), 0
+    for rounds in range(1, max((candidate.num_drafts for candidate in candidates), default=0) + 1):
+        reached = [candidate for candidate in candidates if candidate.num_drafts >= rounds]
+        yielded += sum(candidate.acceptance**rounds for candidate in reached)
+        count += len(reached)
+        step, drafting = seconds(count), drafting_seconds(rounds)
+        if step and drafting is not None and yielded / (step + drafting) > best_rate:
+            best, best_rate = rounds, yielded / (step + drafting)
+    return best

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
+from jaxserve.scheduler.draft_lengths import Candidate, best_lengths, best_rounds
+from jaxserve.scheduler.draft_times import DraftTimes
 
 CANDIDATES = st.lists(
     st.builds(Candidate, st.integers(1, 4), st.sampled_from([0.0, 0.1, 0.5, 0.6, 0.9, 1.0]), st.booleans()),
@@ -59,3 +60,39 @@ def test_what_is_not_known_is_not_risked() -> None:
 def test_padding_is_free_and_rows_that_cost_too_much_are_not_taken(cost: float, want: int) -> None:
     candidates = [Candidate(3, 0.5)]
     assert best_lengths(candidates, room=9, num_rows=1, seconds=lambda count: 1 + cost * count) == [want]
+
+
+@given(
+    st.lists(
+        st.builds(Candidate, st.integers(1, 4), st.sampled_from([0.0, 0.3, 0.8, 1.0])), min_size=1, max_size=3
+    ),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
+def test_drafting_has_to_pay_for_itself(candidates: list[Candidate], row: float, each: float) -> None:
+    def rate(rounds: int) -> float:
+        lengths = [min(rounds, candidate.num_drafts) for candidate in candidates]
+        return yielded(candidates, lengths, len(candidates)) / (1 + row * sum(lengths) + each * rounds)
+
+    best = best_rounds(
+        candidates,
+        num_rows=len(candidates),
+        seconds=lambda count: 1 + row * count,
+        drafting_seconds=lambda rounds: each * rounds,
+    )
+    assert all(rate(rounds) <= 1.021 * rate(best) for rounds in range(5))
+    assert best == 0 or rate(best) > rate(0)
+
+
+def test_drafting_is_probed_now_and_then() -> None:
+    times = DraftTimes()
+    assert times.seconds(3, 2) is None
+    times.observe(3, 4, 2.0)
+    assert times.seconds(4, 2) == 1.0
+    assert times.seconds(5, 1) is None, "five rows are another size"
+    for _ in range(3):
+        probes = 0
+        while not times.is_time_to_probe():
+            probes += 1
+        assert probes == 64
+        times.observe(3, 4, 2.0)
