@@ -119,6 +119,7 @@ class EngineCore:
             buckets, block_size=config.block_size, padding_row=runner.padding_row
         )
         self._proposer = proposer
+        self._drafting_seconds = 0.0  # of the step being taken
         self._launched: _Launched | None = None  # with overlap, between two calls of `step`
         self._gap = HostGap()
         self._lost = LostSteps(MAX_LOST_STEPS)
@@ -277,8 +278,9 @@ class EngineCore:
             raise
         outputs = self._finish_step(updates)
         elapsed = self._clock() - started
-        if due is not None and elapsed > 0:
-            self.step_times.observe(work_of(due.plan.scheduled, due.plan.num_padding_tokens), elapsed)
+        step_seconds, self._drafting_seconds = elapsed - self._drafting_seconds, 0.0
+        if due is not None and step_seconds > 0:
+            self.step_times.observe(work_of(due.plan.scheduled, due.plan.num_padding_tokens), step_seconds)
         self.stats.step_seconds += elapsed
         self.stats.host_seconds += elapsed - waited
         self.stats.host_gap_seconds = self._gap.seconds
@@ -314,9 +316,14 @@ class EngineCore:
         return _Launched(plan, batch, step)
 
     def _drafts_for(self, proposer: Proposer, wanted: Sequence[DraftRequest]) -> Sequence[Sequence[int]]:
-        if proposer.uses_device:
-            return self._on_device(proposer.propose, wanted)
-        return proposer.propose(wanted)
+        if not proposer.uses_device:
+            return proposer.propose(wanted)
+        asked = self._clock()
+        drafts = self._on_device(proposer.propose, wanted)
+        self._drafting_seconds = self._clock() - asked
+        if any(drafts):
+            self._scheduler.note_drafting(wanted, self._drafting_seconds)
+        return drafts
 
     def _on_device[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Have the runner do something that may take long, or fail."""

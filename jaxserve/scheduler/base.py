@@ -106,6 +106,9 @@ class BaseScheduler:
         """For whom drafts are wanted in the next plan; none by default."""
         return ()
 
+    def note_drafting(self, wanted: Sequence[DraftRequest], seconds: float) -> None:
+        """Drafting for `wanted` took the device so long."""
+
     def take_drafts(self, wanted: Sequence[DraftRequest], proposed: Sequence[Sequence[int]]) -> None:
         """What was proposed for each of `wanted`, before `schedule`: drafts in order, maybe fewer than wanted."""
         for item, token_ids in zip(wanted, proposed, strict=True):

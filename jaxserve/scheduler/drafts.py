@@ -65,6 +65,10 @@ class Drafts:
         proposal = self._proposals.get(request_id)
         return proposal if proposal and proposal.token_ids else None
 
+    def acceptance_of(self, request_id: str) -> float:
+        """The same, before anything is proposed for it."""
+        return self.acceptance(self._of(request_id))
+
     def acceptance(self, proposal: Proposal) -> float:
         """Chance of a draft to be accepted when those before it are: the request's, and at first that of all."""
         right = proposal.num_right + _PRIOR_WEIGHT * self._acceptance

@@ -12,8 +12,9 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from jaxserve.config import ResolvedConfig
+from jaxserve.config import NGRAM, ResolvedConfig
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
 from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
@@ -21,7 +22,8 @@ from jaxserve.scheduler.ageing import Ageing
 from jaxserve.scheduler.base import BaseScheduler, Entry, key_of, tokens_to_compute
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
-from jaxserve.scheduler.draft_lengths import Candidate, best_lengths
+from jaxserve.scheduler.draft_lengths import Candidate, best_lengths, best_rounds
+from jaxserve.scheduler.draft_times import DraftTimes
 from jaxserve.scheduler.forecast import Forecast, check_promise
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier
@@ -63,6 +65,7 @@ class Scheduler(BaseScheduler):
         self._siblings = SiblingIndex()
         self._preempted: list[Request] = []
         self._promised: list[tuple[WaitingQueue, str]] = []
+        self._draft_times = None if config.speculative in (None, NGRAM) else DraftTimes()
         self._ageing = Ageing(config.background_max_wait)
         self._itl_targets: dict[str, float] = {}  # of running requests that have one
         self._ttfts = TtftRecord()
@@ -104,7 +107,42 @@ class Scheduler(BaseScheduler):
             if held > known:
                 assert request.slot is not None
                 wanted.append(DraftRequest(request, min(most, held - known), request.slot))
-        return tuple(wanted)
+        return tuple(wanted if self._draft_times is None else self._worth_drafting(wanted, self._draft_times))
+
+    def note_drafting(self, wanted: Sequence[DraftRequest], seconds: float) -> None:
+        if self._draft_times is not None:
+            self._draft_times.observe(len(wanted), max(item.num_tokens for item in wanted), seconds)
+
+    def _worth_drafting(self, wanted: list[DraftRequest], times: DraftTimes) -> list[DraftRequest]:
+        """As many tokens of each as pay for the time that drafting takes; all for requests that want it always."""
+        chosen = [item for item in wanted if item.request.params.speculative_tokens is not None]
+        free = [item for item in wanted if item.request.params.speculative_tokens is None]
+        if not free:
+            return chosen
+        rows = [(entry.request.num_planned_tokens, 1) for entry in self._running]
+        work = work_of_chunks(rows, beside=StepWork(0, 0))
+        keys_each = work.decode_keys // len(rows)
+        most = self._config.max_rows - len(rows)
+
+        def seconds(count: int) -> float | None:
+            return self._step_times.predict(
+                StepWork(work.tokens + count, work.seqs + count, work.decode_keys + count * keys_each)
+            )
+
+        rounds = best_rounds(
+            [
+                Candidate(item.num_tokens, self._drafts.acceptance_of(item.request.request_id))
+                for item in free
+            ],
+            num_rows=len(rows),
+            seconds=lambda count: seconds(count) if count <= most else None,
+            drafting_seconds=lambda count: times.seconds(len(wanted), count),
+        )
+        if not rounds and (times.seconds(len(wanted), 1) is None or times.is_time_to_probe()):
+            rounds = 1
+        if rounds:
+            chosen += [replace(item, num_tokens=min(item.num_tokens, rounds)) for item in free]
+        return chosen
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.

@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_max_wait=st.sampled_from([0.0, 1.0, 20.0]),
         max_waiting_tokens=st.sampled_from([None, None, 40]),
         num_drafts=st.sampled_from([0, 0, 1, 3, 5]),
+        speculative=st.sampled_from(["ngram", "self:1"]),
     )
     def start(
         self,
@@ -47,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         background_max_wait: float,
         max_waiting_tokens: int | None,
         num_drafts: int,
+        speculative: str,
     ) -> None:
         budget = max_num_seqs + spare_budget
         if self.speculates:
@@ -64,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             host_blocks=host_blocks,
             background_max_wait=background_max_wait,
             max_waiting_tokens=max_waiting_tokens,
+            speculative=speculative,
             num_speculative_tokens=num_drafts if self.kind == "continuous" else 0,
         )
         if moving_is_slow:  # a block takes a second each way, about what its tokens take, so decisions differ
