@@ -59,6 +59,15 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class Outputs(Protocol):
+    """What makes outputs of updates: `OutputProcessor`, or what takes its place where nobody reads text."""
+
+    def add(self, request: Request, stream: bool = True) -> None: ...
+    def process(
+        self, updates: Sequence[RequestUpdate]
+    ) -> tuple[list[RequestOutput], list[tuple[str, str, int]]]: ...
+
+
 class _LostStepError(Exception):
     """The device failed at a step (`__cause__` is how), and what it held is lost."""
 
@@ -98,6 +107,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         builder: BatchBuilder | None = None,
         proposer: Proposer | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -127,7 +137,7 @@ class EngineCore:
         self.step_times = StepTimeModel(buckets.round_up)
         self.host = host or HostSpace()
         self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
-        self._output_processor = OutputProcessor(tokenizer)
+        self._output_processor = outputs or OutputProcessor(tokenizer)
         self._goodput = GoodputMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step

@@ -18,6 +18,7 @@ from jaxserve.recording.costs_file import EngineCosts
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of
+from jaxserve.simulation.textless_outputs import TextlessOutputs
 from jaxserve.tokenizer import Tokenizer
 
 _ENOUGH_RATIOS = 5  # to say how far predictions for a shape are off
@@ -41,14 +42,10 @@ class VirtualClock:
         self._now = max(self._now, moment)
 
 
-class SilentTokenizer(Tokenizer):
-    """Gives every token one control character for its text, so that no stop string is ever found."""
+class NoTokenizer(Tokenizer):
+    """Of an engine that nobody gives or asks for text."""
 
-    def __init__(self) -> None:
-        self.strips_leading_space = False
-
-    def output_bytes(self, token_id: int, skip_special: bool) -> bytes:
-        return b"\x1f"
+    def __init__(self) -> None: ...
 
 
 class ShapeBuilder(BatchBuilder):
@@ -164,7 +161,8 @@ def simulated_engine(
         config=config,
         model_config=described.model_config,
         generation=described.generation,
-        tokenizer=SilentTokenizer(),
+        tokenizer=NoTokenizer(),
+        outputs=TextlessOutputs(),
         runner=runner,
         buckets=buckets,
         num_blocks=num_blocks,
