@@ -106,6 +106,8 @@ def create_engine(
         proposer=DeviceProposer(runner, builder) if drafts else create_proposer(config),
     )
     account = runner.account(temporaries=plan.account.temporaries)
-    logger.info("memory, as accounted before serving:\n%s", account.table())
+    logger.info("as accounted before serving:")
+    for line in account.table().splitlines():
+        logger.info("%s", line)
     engine.stats.memory = account.by_kind()
     return engine

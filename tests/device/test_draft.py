@@ -207,9 +207,8 @@ def test_after_a_preemption_and_with_another_neighbour(other: ModelRunner, alone
     assert drafts == [alone.continuation(request, MOST) for request in both]
 
 
-@pytest.mark.parametrize("which", ["other", "own_layers"])
-def test_in_parts_it_is_what_it_is_as_one_program(which: str, request: pytest.FixtureRequest) -> None:
-    runner: ModelRunner = request.getfixturevalue(which)
+def test_in_parts_it_is_what_it_is_as_one_program(other: ModelRunner) -> None:
+    runner = other
     in_parts = runner._executables
     make = ProgramMaker(dataclasses.replace(runner._maker.programs, by_layer=False), None)
     keys = [*BUCKETS.all_buckets()]

@@ -149,8 +149,7 @@ def test_a_draft_models_cache_stays_in_step(
     assert_all_accepted(engine)
 
 
-@pytest.mark.parametrize("which", ["twin", "own_layers"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("which", "overlap"), [("twin", False), ("own_layers", True)])
 def test_every_kind_of_request(which: str, overlap: bool, request: pytest.FixtureRequest) -> None:
     """Penalties, stops, min_tokens, logprobs, with a pool that must preempt."""
     model: ServedModel = request.getfixturevalue(which)

@@ -86,7 +86,9 @@ def test_the_account_is_what_the_process_uses(tiny_checkpoint_dir: Path, cache_h
         kept = len(list(Path(cache_home).rglob("*.bin")))
         assert compiled == (0 if start == "again" else kept), "what was measured is compiled once"
         for kind, name in (("weights", "weights"), ("kv_cache", "KV cache"), ("process", "process")):
-            assert re.search(rf"^  {name} +{account[kind] / 1e6:.1f} MB$", server.logs, re.MULTILINE)
+            assert re.search(
+                rf"^INFO jaxserve\.memory:   {name} +{account[kind] / 1e6:.1f} MB$", server.logs, re.MULTILINE
+            )
     assert set(account) == {"weights", "kv_cache", "row_state", "temporaries", "process", "host_tier"}
     print(f"together {sum(account.values()):,.0f}, used {peak:,}")
     assert is_exact(account, peak), f"{account}, together {sum(account.values()):,.0f}; used {peak:,}"
