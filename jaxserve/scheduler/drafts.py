@@ -11,7 +11,7 @@ from jaxserve.stats import SpeculationStats
 _PRIOR = 0.5
 _FADE = 0.9  # weight of a draft after one more of its request
 _PRIOR_WEIGHT = 2.0  # drafts that the acceptance of all requests counts for beside those of one
-_SHARE_OF_ALL = 0.02  # of the acceptance of all requests that the newest draft decides
+_SHARE_OF_ALL = 0.05  # of the acceptance of all requests that the newest draft decides
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(demo_url: str) -> None:
             "model": "demo",
             "prompt": PLACES * 6,
             "temperature": 0,
-            "max_tokens": 24,
+            "max_tokens": 40,
             "logprobs": 2,
             **more,
         }
