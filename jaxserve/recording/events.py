@@ -111,7 +111,7 @@ class Step(Event, frozen=True, omit_defaults=True, kw_only=True, tag="step"):
     Attributes:
       done: whether the device had done its step, each time that the engine asked.
       plan: of the step it launched. result: of the step it read, which with overlap is the one before.
-      fault: where the device failed ("launch", "is_done", "read"), and how.
+      fault: where the device failed ("draft", "launch", "is_done", "read"), and how.
       raised: the error that ended the call, and the engine with it.
     """
 

@@ -31,9 +31,10 @@ from jaxserve.recording.events import (
     refusal,
     result_record,
 )
-from jaxserve.recording.tape import SteadyBuckets, Tape, TapedRunner
+from jaxserve.recording.tape import SteadyBuckets, Tape, TapedProposer, TapedRunner
 from jaxserve.request import GenerationRequest
 from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.speculative.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class RecordedEngine(EngineCore):
         runner: Runner,
         buckets: ShapeBuckets | ReadyBuckets,
         clock: Callable[[], float] = time.monotonic,
+        proposer: Proposer | None = None,
         **parts: Any,
     ) -> None:
         self._recording = recording
@@ -70,7 +72,11 @@ class RecordedEngine(EngineCore):
         self._num_events = 0
         self._is_closed = False
         super().__init__(
-            runner=TapedRunner(runner, self._tape), buckets=self._steady, clock=self._tape.now, **parts
+            runner=TapedRunner(runner, self._tape),
+            buckets=self._steady,
+            clock=self._tape.now,
+            proposer=None if proposer is None else TapedProposer(proposer, self._tape),
+            **parts,
         )
         if isinstance(buckets, ReadyBuckets):
             self.stats.shapes = buckets.progress  # as of now, not of the last event

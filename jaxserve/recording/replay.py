@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -27,7 +27,8 @@ from jaxserve.recording.events import (
     result_record,
 )
 from jaxserve.recording.runner_proxy import RunnerProxy
-from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
+from jaxserve.speculative.proposer import Proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,20 @@ class ReplayReport:
 class ReplayedEngine(EngineCore):
     """An engine whose clock, ready shapes and device faults come from a recording. Takes what `EngineCore` does."""
 
-    def __init__(self, *, runner: Runner, buckets: ShapeBuckets | ReadyBuckets, **parts: Any) -> None:
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        buckets: ShapeBuckets | ReadyBuckets,
+        proposer: Proposer | None = None,
+        **parts: Any,
+    ) -> None:
         self._clock_values = _RecordedClock()
         self._device = _ComparingRunner(runner)
         self._shapes = ReadyBuckets(buckets.planned if isinstance(buckets, ReadyBuckets) else buckets)
         parts["clock"] = self._clock_values
-        super().__init__(runner=self._device, buckets=self._shapes, **parts)
+        replayed = None if proposer is None else _ReplayedProposer(proposer, self._device)
+        super().__init__(runner=self._device, buckets=self._shapes, proposer=replayed, **parts)
 
     def play(self, event: AnyEvent) -> str | tuple[str, str] | None:
         """Do once more what was recorded; returns what is different, with the request where it is one's."""
@@ -184,17 +193,17 @@ class _ComparingRunner(RunnerProxy):
         self.plan = plan_record(plan, batch.bucket)
         if self._event.plan is not None:
             self.difference = compare_plans(self.plan, self._event.plan)
-        self._fail_as_recorded("launch")
+        self.fail_as_recorded("launch")
         return self._runner.launch(plan, batch)
 
     def is_done(self, step: Any) -> bool:
         if self._done:
             return self._done.pop()
-        self._fail_as_recorded("is_done")
+        self.fail_as_recorded("is_done")
         return self._runner.is_done(step)
 
     def read(self, step: Any) -> ModelRunnerOutput:
-        self._fail_as_recorded("read")
+        self.fail_as_recorded("read")
         result = self._runner.read(step)
         if self._event.result is not None:  # measured times decide what is moved next, as the clock does
             result.transfers = self._event.result.transfers
@@ -208,9 +217,25 @@ class _ComparingRunner(RunnerProxy):
             raise RuntimeError(f"as recorded: {self._event.raised}")
         super().rebuild_state()
 
-    def _fail_as_recorded(self, where: str) -> None:
+    def fail_as_recorded(self, where: str) -> None:
         if self._event.fault is not None and self._event.fault[0] == where:
             raise RuntimeError(f"as recorded: {self._event.fault[1]}")
+
+
+class _ReplayedProposer:
+    """Fails where the recorded one did."""
+
+    def __init__(self, proposer: Proposer, device: _ComparingRunner) -> None:
+        self._proposer = proposer
+        self._device = device
+        self.uses_device = proposer.uses_device
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        self._device.fail_as_recorded("draft")
+        return self._proposer.propose(wanted)
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)
 
 
 def compare_plans(actual: Plan, recorded: Plan) -> str | tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.batch.buckets import ShapeBuckets
@@ -11,7 +11,8 @@ from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.engine import Runner
 from jaxserve.outputs import ModelRunnerOutput
 from jaxserve.recording.runner_proxy import RunnerProxy
-from jaxserve.scheduler.output import SchedulerOutput
+from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
+from jaxserve.speculative.proposer import Proposer
 
 
 class SteadyBuckets(ReadyBuckets):
@@ -86,3 +87,23 @@ class TapedRunner(RunnerProxy):
             self._tape.fault = "read", f"{type(error).__name__}: {error}"
             raise
         return self._tape.result
+
+
+class TapedProposer:
+    """A proposer whose failures on the device go onto a tape. What it proposes is in the plan, or of no consequence."""
+
+    def __init__(self, proposer: Proposer, tape: Tape) -> None:
+        self._proposer = proposer
+        self._tape = tape
+        self.uses_device = proposer.uses_device
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        try:
+            return self._proposer.propose(wanted)
+        except Exception as error:
+            if self.uses_device:
+                self._tape.fault = "draft", f"{type(error).__name__}: {error}"
+            raise
+
+    def forget(self, request_id: str) -> None:
+        self._proposer.forget(request_id)

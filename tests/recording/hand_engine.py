@@ -110,9 +110,11 @@ class Setup:
             **parts,
         )
 
-    def recorded(self, path: Path, rng: random.Random, *, costs: Path | None = None) -> RecordedEngine:
+    def recorded(
+        self, path: Path, rng: random.Random, *, costs: Path | None = None, **parts: Any
+    ) -> RecordedEngine:
         options = RecordingOptions(EventWriter(path), costs, "hand", EngineConfig(record=str(path)))
-        return self.make(RecordedEngine, clock=StepClock(rng), recording=options)
+        return self.make(RecordedEngine, clock=StepClock(rng), recording=options, **parts)
 
 
 def random_requests(rng: random.Random, count: int) -> Iterator[GenerationRequest]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from jaxserve.recording.events import Step, Submit
 from jaxserve.recording.recorded_engine import RecordedEngine
 from jaxserve.recording.recorded_workload import recorded_traffic
 from jaxserve.recording.replay import ReplayedEngine, ReplayReport, replay_events
-from tests.recording.hand_engine import HandRunner, Setup, run_at_random
+from jaxserve.request import GenerationRequest, SamplingParams
+from jaxserve.scheduler.output import DraftRequest
+from tests.fakes import OracleProposer
+from tests.recording.hand_engine import VOCAB, HandRunner, Setup, run_at_random
 
 CRAMPED = Setup(60, host_tier=True, changes={"max_waiting": 6})
 
@@ -287,6 +290,46 @@ def test_a_step_that_failed_fails_again(
     assert (failed[0] == len(steps) - 1) != recovers
     report = replay_events(setup.make(ReplayedEngine), open_recording(path).events())
     assert report.difference is None, report.difference
+
+
+class DeviceDrafts(OracleProposer):
+    """Runs on the device, which fails at some calls, the first of them number 1."""
+
+    uses_device = True
+
+    def __init__(self, failing: Sequence[int] = ()) -> None:
+        super().__init__(VOCAB)
+        self._failing = failing
+        self._calls = 0
+
+    def propose(self, wanted: Sequence[DraftRequest]) -> list[tuple[int, ...]]:
+        self._calls += 1
+        if self._calls in self._failing:
+            raise RuntimeError("the device is gone")
+        return super().propose(wanted)
+
+
+@pytest.mark.parametrize("failing", [(), (3, 6)])
+def test_an_engine_that_speculates(tmp_path: Path, failing: Sequence[int]) -> None:
+    """Drafts that the device fails at fail again, and what is learned of steps is what the engine has learned."""
+    path = tmp_path / "r.jsonl"
+    setup = Setup(60, True, {"speculative": "self:1", "num_speculative_tokens": 3})
+    engine = setup.recorded(path, random.Random(0), proposer=DeviceDrafts(failing))
+    for index in range(6):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, speculative_tokens=3)
+        engine.submit(GenerationRequest(f"q{index}", tuple(range(3 + index, 20)), params))
+        engine.step()
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    assert engine.stats.step_failures == len(failing)
+    assert engine.stats.speculation.draft_tokens > 10
+    again = setup.make(ReplayedEngine, proposer=DeviceDrafts())
+    report = replay_events(again, open_recording(path).events())
+    assert report.difference is None, report.difference
+    recording = open_recording(path)
+    learned = recorded_traffic("r", recording.events(), recording.header.engine.buckets()).step_times
+    assert [work for work, _ in learned._recent] == [work for work, _ in engine.step_times._recent]
 
 
 def test_a_recording_replaces_only_a_recording(tmp_path: Path) -> None:
