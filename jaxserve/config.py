@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -126,7 +127,7 @@ class EngineConfig:
       deterministic: a request's logits and tokens have the same bits whatever else is served, however it is batched,
         chunked, cached or preempted. Costs speed; only on a CPU so far.
       overlap: launch a step before the tokens of the one before have been read, so that the device need not wait for
-        the host; None does so on accelerators. Not with the static scheduler.
+        the host; None does so on accelerators, unless the engine speculates. Not with the static scheduler.
       speculative: who proposes draft tokens for steps to verify; None: nobody. "ngram" looks for the last few tokens
         earlier in prompt and output, and proposes what came behind them there. "self:K" drafts with the model's own
         first K layers. Anything else is the name or path of a draft model: a smaller one of the same vocabulary.
@@ -288,7 +289,7 @@ def self_draft_layers(speculative: str) -> int | None:
     if not speculative.startswith(_SELF):
         return None
     number = speculative.removeprefix(_SELF)
-    if not (number.isascii() and number.isdigit()):
+    if not re.fullmatch("[0-9]{1,9}", number):  # int() takes other digits as well, and not any number of them
         raise ConfigError(f"speculative: expected self:K with a number of layers K, got {speculative!r}")
     return int(number)
 
@@ -328,7 +329,11 @@ def _resolve_overlap(options: EngineConfig, on_cpu: bool) -> bool:
         if options.overlap:
             raise ConfigError("the static scheduler, a baseline, takes one step after the other: no overlap")
         return False
-    return not on_cpu if options.overlap is None else options.overlap
+    if options.overlap is None:
+        # Who speculates awaits a step's result before the next: those whose first tokens came in steps one apart would
+        # go on in steps of their own, half as full and twice as many.
+        return not on_cpu and options.speculative is None
+    return options.overlap
 
 
 def replace(config: EngineConfig, **changes: object) -> EngineConfig:

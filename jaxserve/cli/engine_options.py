@@ -162,7 +162,7 @@ Overlap = Annotated[
     bool | None,
     typer.Option(
         "--overlap/--no-overlap",
-        help="Launch a step before the one before has been read [default: on accelerators].",
+        help="Launch a step before the one before has been read [default: on accelerators, without --speculative].",
         rich_help_panel=PANEL,
     ),
 ]
