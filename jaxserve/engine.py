@@ -332,7 +332,8 @@ class EngineCore:
         drafts = self._on_device(proposer.propose, wanted)
         self._drafting_seconds = self._clock() - asked
         if any(drafts):
-            self._scheduler.note_drafting(wanted, self._drafting_seconds)
+            rounds = max(map(len, drafts))  # fewer than wanted, where blocks are too new to draft into
+            self._scheduler.note_drafting(len(wanted), rounds, self._drafting_seconds)
         return drafts
 
     def _on_device[**P, R](self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

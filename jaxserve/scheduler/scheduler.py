@@ -109,9 +109,9 @@ class Scheduler(BaseScheduler):
                 wanted.append(DraftRequest(request, min(most, held - known), request.slot))
         return tuple(wanted if self._draft_times is None else self._worth_drafting(wanted, self._draft_times))
 
-    def note_drafting(self, wanted: Sequence[DraftRequest], seconds: float) -> None:
+    def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
         if self._draft_times is not None:
-            self._draft_times.observe(len(wanted), max(item.num_tokens for item in wanted), seconds)
+            self._draft_times.observe(num_rows, num_rounds, seconds)
 
     def _worth_drafting(self, wanted: list[DraftRequest], times: DraftTimes) -> list[DraftRequest]:
         """As many tokens of each as pay for the time that drafting takes; all for requests that want it always."""

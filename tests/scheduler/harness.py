@@ -66,7 +66,8 @@ class Harness:
         assert self.num_steps < 20_000, "no end in sight"
         if wanted := self.scheduler.plan_drafts():
             self.scheduler.check_integrity()
-            self.scheduler.note_drafting(wanted, 0.1 * max(item.num_tokens for item in wanted))
+            rounds = max(item.num_tokens for item in wanted)
+            self.scheduler.note_drafting(len(wanted), rounds, 0.1 * rounds)
             self.scheduler.take_drafts(wanted, self.proposer.propose(wanted))
         plan = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
