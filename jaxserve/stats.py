@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.request import ServiceClass
 
@@ -79,6 +79,16 @@ class SpeculationStats:
         self.accepted_tokens += num_accepted
         for place in range(num_accepted):
             self.accepted_by_position[place] += 1
+
+    def copy(self) -> SpeculationStats:
+        """As they are now: who reads them in another thread must never see any of them shrink."""
+        return replace(self, accepted_by_position=list(self.accepted_by_position))
+
+    def take_back(self, num_accepted: int, num_lost: int) -> None:
+        """The last `num_lost` of `num_accepted` counted drafts are in no output."""
+        self.accepted_tokens -= num_lost
+        for place in range(num_accepted - num_lost, num_accepted):
+            self.accepted_by_position[place] -= 1
 
 
 @dataclass(slots=True)

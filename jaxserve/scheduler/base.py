@@ -106,8 +106,8 @@ class BaseScheduler:
         """For whom drafts are wanted in the next plan; none by default."""
         return ()
 
-    def note_drafting(self, wanted: Sequence[DraftRequest], seconds: float) -> None:
-        """Drafting for `wanted` took the device so long."""
+    def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
+        """Drafting for so many requests, of so many tokens for the one that got most, took the device so long."""
 
     def take_drafts(self, wanted: Sequence[DraftRequest], proposed: Sequence[Sequence[int]]) -> None:
         """What was proposed for each of `wanted`, before `schedule`: drafts in order, maybe fewer than wanted."""
@@ -264,7 +264,10 @@ class BaseScheduler:
             return
         if num_output_tokens is not None:
             output = entry.request.output_token_ids
-            self._counters.generation_tokens -= len(output) - num_output_tokens
+            num_left_out = len(output) - num_output_tokens
+            self._counters.generation_tokens -= num_left_out
+            if num_left_out:
+                self._drafts.take_back(entry.request, num_left_out)
             del output[num_output_tokens:]
         self._end(entry, reason, stop_reason)
 
@@ -391,7 +394,7 @@ class BaseScheduler:
         stats.prefix_cache_hits = counters.prefix_cache_hits
         stats.finished = dict(counters.finished)
         stats.swap = self._kv.swap.current_stats()
-        stats.speculation = self._drafts.stats
+        stats.speculation = self._drafts.stats.copy()
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is inconsistent. Slow; for tests and debugging."""

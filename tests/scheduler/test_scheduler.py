@@ -270,6 +270,25 @@ def test_tokens_after_an_end_are_dropped_with_their_logprobs() -> None:
     assert update.logprobs == logprobs[:2]
 
 
+def test_drafts_behind_a_stop_string_are_not_accepted() -> None:
+    """Who looks for stop strings finds one when the step's tokens have been counted."""
+    harness = Harness(20, num_speculative_tokens=3)
+    request = make_request("a", 6, 20, speculative_tokens=3)
+    harness.add(request)
+    harness.step()
+    while not harness.stats().speculation.accepted_tokens:
+        harness.step()
+    accepted = harness.stats().speculation.accepted_tokens
+    assert accepted > 1
+    harness.scheduler.finish(
+        "a:0", FinishReason.STOP, "x", num_output_tokens=request.num_output_tokens - accepted
+    )
+    counts = harness.stats().speculation
+    assert counts.accepted_tokens == request.num_accepted_tokens == 1
+    assert counts.accepted_by_position == [1, 0, 0]
+    assert harness.stats().generation_tokens == request.num_output_tokens
+
+
 @pytest.mark.parametrize("kind", ["continuous", "static"])
 def test_no_tokens_wanted_ends_after_the_prompt(kind: str) -> None:
     harness = Harness(20, scheduler=kind, max_num_batched_tokens=4)
