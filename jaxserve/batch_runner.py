@@ -26,6 +26,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -128,13 +129,29 @@ def run_batch(
 
 
 def write_unfinished(destination: Path) -> None:
-    """Make `destination` of what an interrupted run has done, in the order in which it was; its journal goes."""
+    """Make `destination` of what an interrupted run has done, in the order in which it was; its journal goes.
+
+    The file appears whole or not at all.
+    """
     journal_path = _journal_path(destination)
-    with journal_path.open("rb") as journal, destination.open("wb") as file:
+    with journal_path.open("rb") as journal, _appearing_whole(destination) as file:
         journal.readline()  # the header
         while (data := journal.readline()).endswith(b"\n"):
             file.write(bytes(msgspec.json.decode(data, type=_Entry).record) + b"\n")
     journal_path.unlink()
+
+
+@contextmanager
+def _appearing_whole(destination: Path) -> Iterator[BinaryIO]:
+    temporary = destination.with_name(f"{destination.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, destination)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _journal_path(destination: Path) -> Path:
@@ -438,16 +455,9 @@ class _Journal:
 
     def write_output(self, destination: Path) -> None:
         """All records in order; the file appears whole or not at all."""
-        temporary = destination.with_name(f"{destination.name}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                for offset in self._offsets:
-                    file.write(self._record(offset) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, destination)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with _appearing_whole(destination) as file:
+            for offset in self._offsets:
+                file.write(self._record(offset) + b"\n")
 
     def _record(self, offset: int) -> bytes:
         self._file.seek(offset)

@@ -17,7 +17,7 @@ from jaxserve.batch_jobs.worker import BatchWorker
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.app import KEY_NAME, Server, json_response, read_body
 from jaxserve.server.conversion import BATCH_ENDPOINTS
-from jaxserve.server.errors import ApiError
+from jaxserve.server.errors import ApiError, shutting_down
 from jaxserve.server.openapi import Operation
 from jaxserve.server.protocol import decode
 
@@ -105,25 +105,40 @@ class BatchApi:
     async def stop(self) -> None:
         """Leave what runs for the next process."""
         await self._worker.stop()
+
+    def close(self) -> None:
+        """Let go of the folder."""
         self._store.close()
+
+    def _check_open(self) -> None:
+        if self._server.is_draining:
+            raise shutting_down()
 
     # Files.
 
     async def upload(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/files`: the fields `purpose` and `file`, in either order."""
+        self._check_open()
         if not request.content_type.startswith("multipart/"):
             raise InvalidRequestError("the body must be multipart/form-data", code="invalid_body")
         purpose, filename = None, None
         with self._store.new_content() as (file_id, temporary):
             try:
                 async for part in await request.multipart():
-                    if isinstance(part, BodyPartReader) and part.name == "purpose":
+                    if isinstance(part, BodyPartReader) and part.name == "purpose" and purpose is None:
                         purpose = (await part.read_chunk(_PIECE_BYTES)).decode("utf-8", "replace")
-                    elif isinstance(part, BodyPartReader) and part.name == "file":
+                    elif isinstance(part, BodyPartReader) and part.name == "file" and filename is None:
                         filename = (part.filename or "file")[:MAX_NAME_CHARS]
                         await _receive(part, temporary)
                     else:
-                        raise InvalidRequestError("a file has the fields 'purpose' and 'file'", param="file")
+                        name = getattr(part, "name", None)
+                        raise InvalidRequestError(
+                            f"a file has the fields 'purpose' and 'file', once each, and not {name!r}",
+                            param=name,
+                            code="unknown_field",
+                        )
+            except InvalidRequestError:
+                raise  # a ValueError as well
             except (ValueError, HttpProcessingError, web.RequestPayloadError):
                 raise InvalidRequestError("the body is no multipart/form-data", code="invalid_body") from None
             if filename is None:
@@ -176,6 +191,7 @@ class BatchApi:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/batches`."""
+        self._check_open()
         body = decode(await read_body(request, self._server.max_body_bytes), BatchBody)
         if body.endpoint not in BATCH_ENDPOINTS:
             raise InvalidRequestError(

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from jaxserve.errors import EngineDeadError, JaxserveError, OverloadedError
+from jaxserve.errors import EngineDeadError, JaxserveError, QueueFullError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import GenerationRequest
 from jaxserve.server.async_engine import AsyncEngine
@@ -46,13 +46,15 @@ class BackgroundEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, request: GenerationRequest) -> None:
-        """Raises: Interrupted; InvalidRequestError: the engine can't run it."""
+        """Raises: Interrupted; InvalidRequestError: the engine can't run it; OverloadedError: not in the time that it
+        asks for, which waiting makes no better.
+        """
         while True:
             self._check()
             try:
                 promised = self._engine.check_admission([request])
                 asyncio.run_coroutine_threadsafe(self._begin(promised[0]), self._loop).result()
-            except (OverloadedError, BreakerOpenError):
+            except (QueueFullError, BreakerOpenError):
                 self._stop.wait(RETRY_SECONDS)
             except (EngineDeadError, RuntimeError):  # the second one: the loop has been closed
                 raise Interrupted from None

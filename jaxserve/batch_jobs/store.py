@@ -101,6 +101,8 @@ class BatchStore:
             self._database.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT;")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"can't keep files and batches in {folder}: {error}") from None
+        for unfinished in self._contents.glob("file-*.tmp"):  # of a process that was killed
+            unfinished.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._database.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import sqlite3
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_LINES = 50_000  # of one batch, as OpenAI has it
 MAX_ERRORS = 20  # told of a batch that fails as a whole
 RETRY_SECONDS = 1.0  # before a batch is tried again whose engine had ended
+PAUSE_SECONDS = 10.0  # before another try where the disk was full
 COUNT_SECONDS = 0.5  # between writing down how far a batch is
 
 
@@ -33,6 +36,13 @@ class _Url(msgspec.Struct):
 
 class _Record(msgspec.Struct):
     error: Any = None
+
+
+def _passes(error: Exception) -> bool:
+    """Whether a batch can go on where it was once the disk has room again."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, sqlite3.OperationalError)
 
 
 @dataclass(slots=True)
@@ -99,15 +109,24 @@ class BatchWorker:
     def _work(self) -> None:
         while not self._stopping:
             self._wake.clear()
-            batch = self._store.next_unfinished()
-            if batch is None:
-                self._wake.wait()
-                continue
             try:
-                self._advance(batch)
-            except Exception:
-                logger.exception("batch %s failed", batch.id)
-                self._fail(batch, [{"code": "internal_error", "message": "internal server error"}])
+                self._work_on_next()
+            except Exception:  # the thread outlives it, for all batches to come
+                logger.exception("batches can't go on for now")
+                self._wake.wait(0 if self._stopping else PAUSE_SECONDS)
+
+    def _work_on_next(self) -> None:
+        batch = self._store.next_unfinished()
+        if batch is None:
+            self._wake.wait()
+            return
+        try:
+            self._advance(batch)
+        except Exception as error:
+            if _passes(error):
+                raise
+            logger.exception("batch %s failed", batch.id)
+            self._fail(batch, [{"code": "internal_error", "message": "internal server error"}])
 
     def _advance(self, batch: StoredBatch) -> None:
         self._current = _Run(batch.id)

@@ -24,4 +24,7 @@ class Extension(Protocol):
         """Requests are taken from now on."""
 
     async def stop(self) -> None:
-        """The server is about to drain: begin nothing, leave what can be gone on with later."""
+        """The server drains: begin nothing, leave what can be gone on with later. Requests may still come."""
+
+    def close(self) -> None:
+        """No request comes any more."""

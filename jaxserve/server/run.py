@@ -144,10 +144,13 @@ async def _serve(
         await extension.start()
     announce(f"listening on {url(host, port, tls=options.tls is not None)}")
     await _first_of(stop, dead)
+    server.is_draining = not dead.is_set()  # before anything that takes time
     for extension in options.extensions:
         await extension.stop()
     code = await _until_the_end(server, dead, options.drain_seconds)
     await runner.cleanup()
+    for extension in options.extensions:
+        extension.close()
     await engine.stop()
     server.close()
     return code

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +14,11 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.batch_jobs import api
+from jaxserve.batch_jobs import api, worker
 from jaxserve.batch_jobs.api import BatchApi
 from jaxserve.batch_jobs.store import BatchStore
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, OverloadedError
+from jaxserve.request import GenerationRequest
 from jaxserve.server.api_keys import make_api_keys
 from jaxserve.server.app import ServerOptions
 from jaxserve.tokenizer import Tokenizer
@@ -47,7 +51,8 @@ class Running:
 
     def __init__(self, core: CopyEngine, folder: Path) -> None:
         self.core = core
-        self.server = RunningServer(core, KEYS, extensions=[BatchApi(folder)])
+        self.batches = BatchApi(folder)
+        self.server = RunningServer(core, KEYS, extensions=[self.batches])
 
     def __enter__(self) -> Running:
         self.server.__enter__()
@@ -163,6 +168,69 @@ def test_batches_give_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert (batch.status, batch.request_counts.failed) == ("completed", 0)
 
 
+def test_a_target_that_nobody_can_keep_fails_its_line_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """It was waited for, like room in the queue, without end, and every batch behind it as well."""
+
+    class Late(CopyEngine):
+        def check_admission(self, request: GenerationRequest, now: float) -> None:
+            if request.targets.ttft_seconds is not None:
+                raise OverloadedError("the first token would come too late", reason="ttft_target")
+            super().check_admission(request, now)
+
+    with Running(Late(tokenizer), tmp_path) as running:
+        batch = running.end(running.begin(jsonl(line(0), line(1, slo_ttft_ms=1), line(2))))
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == (
+            "completed",
+            2,
+            1,
+        )
+        [record] = running.records(batch.error_file_id)
+        assert (record["error"]["status_code"], record["error"]["code"]) == (429, "ttft_target")
+
+
+def test_a_server_that_drains_still_tells_of_batches(running: Running, tmp_path: Path) -> None:
+    batch_id = running.begin(jsonl(line(0)))
+    running.end(batch_id)
+    before = set((tmp_path / "data" / "files").iterdir())
+    running.server.server.is_draining = True
+    asyncio.run_coroutine_threadsafe(running.batches.stop(), running.server.loop).result()
+    assert running.client.batches.retrieve(batch_id).status == "completed"
+    file_id = running.client.files.list().data[0].id
+    assert running.client.files.content(file_id).content
+    for refused in (
+        lambda: running.client.files.create(file=("a", b"x"), purpose="batch"),
+        lambda: running.client.batches.create(
+            input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h"
+        ),
+    ):
+        with pytest.raises(openai.InternalServerError) as error:
+            refused()
+        assert (error.value.status_code, error.value.code) == (503, "shutting_down")
+    assert set((tmp_path / "data" / "files").iterdir()) == before
+
+
+def test_a_full_disk_is_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "PAUSE_SECONDS", 0.05)
+    real, failures = BatchStore.set_counts, [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("full")]
+
+    def set_counts(store: BatchStore, *args: Any, **kwargs: Any) -> None:
+        if failures:
+            raise failures.pop()
+        real(store, *args, **kwargs)
+
+    monkeypatch.setattr(BatchStore, "set_counts", set_counts)
+    batch = running.end(running.begin(jsonl(line(0), line(1))))
+    assert (batch.status, batch.request_counts.completed, failures) == ("completed", 2, [])
+
+
+def test_what_a_killed_upload_left_is_removed(tmp_path: Path) -> None:
+    BatchStore(tmp_path).close()
+    left = tmp_path / "files" / "file-0.tmp"
+    left.write_bytes(b"x")
+    BatchStore(tmp_path).close()
+    assert not left.exists()
+
+
 def test_what_belongs_to_one_is_not_there_for_another(running: Running) -> None:
     client, other = running.client, running.other
     file = client.files.create(file=("../../etc/passwd", jsonl(line(0))), purpose="batch")
@@ -221,6 +289,15 @@ def test_bad_uploads_leave_nothing(running: Running, tmp_path: Path, monkeypatch
     ):
         reply = http.post(running.url, "/v1/files", body, headers={**key, "Content-Type": kind})
         assert (reply.status, bool(reply.error)) == (400, True), body
+    part = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\nbatch\r\n'
+    for names, param in (
+        (("purpose", "file", "expires_after[anchor]"), "expires_after[anchor]"),
+        (("file", "file"), "file"),
+    ):
+        body = ("".join(map(part.format, names)) + "--x--\r\n").encode()
+        headers = {**key, "Content-Type": "multipart/form-data; boundary=x"}
+        reply = http.post(running.url, "/v1/files", body, headers=headers)
+        assert (reply.status, reply.error["param"]) == (400, param)
     assert not list((tmp_path / "data" / "files").iterdir())
 
 

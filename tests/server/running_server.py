@@ -89,5 +89,7 @@ class RunningServer:
         for extension in self._extensions:
             await extension.stop()
         await runner.cleanup()
+        for extension in self._extensions:
+            extension.close()
         await self.engine.stop()
         self.server.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +28,9 @@ _ERROR_TYPES = {
 
 
 def message_error_body(error: ApiError) -> bytes:
-    """An error response. The offending field, where there is one, is in its message."""
+    """An error response. The shape has no place for the offending field, so it is in the message."""
+    if error.param is not None and error.param not in error.message:
+        error = replace(error, message=f"{error.param}: {error.message}")
     return msgspec.json.encode(_error(error))
 
 

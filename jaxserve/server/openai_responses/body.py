@@ -20,7 +20,11 @@ from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest
 
-_NAMES = {"max_completion_tokens": "max_output_tokens", "messages": "input"}
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+}
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text")
 
