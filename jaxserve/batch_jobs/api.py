@@ -23,7 +23,7 @@ from jaxserve.server.protocol import decode
 
 MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_NAME_CHARS = 255
-MAX_IN_FLIGHT = 128  # choices of batches in the engine, running or waiting, at once
+MAX_IN_FLIGHT = 128  # choices of batches in the engine, running or waiting, at once; at most half of its room
 MAX_METADATA = 16
 DEFAULT_PAGE, MAX_PAGE = 20, 100
 _PIECE_BYTES = 64 * 1024
@@ -86,7 +86,7 @@ class BatchApi:
             self._folder / "running",
             server.engine,
             server.context,
-            max_in_flight=MAX_IN_FLIGHT,
+            max_in_flight=max(1, min(MAX_IN_FLIGHT, server.options.max_open_requests // 2)),
         )
         app.router.add_post("/v1/files", self.upload)
         app.router.add_get("/v1/files", self.files)

@@ -81,7 +81,8 @@ class BatchStore:
     """Safe to use from several threads. One process at a time may have a folder open.
 
     Args:
-      folder: is made if it is not there, readable by its owner alone.
+      folder: is made if it is not there. What is put there only its owner can read; the rights of a folder that is
+        there already stay as they are, since it may be one of others' (`/tmp`).
 
     Raises:
       ConfigError: it can't be had, or another process has it.
@@ -91,10 +92,12 @@ class BatchStore:
         self._contents = folder / "files"
         self._lock = threading.Lock()
         try:
-            self._contents.mkdir(parents=True, exist_ok=True)
-            folder.chmod(0o700)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._contents.mkdir(exist_ok=True, mode=0o700)
+            database = folder / "batches.sqlite3"
+            database.touch(mode=0o600)
             self._database = sqlite3.connect(
-                folder / "batches.sqlite3", check_same_thread=False, isolation_level=None, timeout=1.0
+                database, check_same_thread=False, isolation_level=None, timeout=1.0
             )
             self._database.row_factory = sqlite3.Row
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")

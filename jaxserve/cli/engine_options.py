@@ -145,8 +145,8 @@ BackgroundMaxWait = Annotated[
 AttentionBackend = Annotated[
     str,
     typer.Option(
-        help="auto, xla, pallas-mosaic-gpu or pallas-triton; pallas-interpret runs a GPU kernel's code slowly "
-        "on a CPU.",
+        help="auto, cpu-native, xla, pallas-mosaic-gpu or pallas-triton; pallas-interpret runs a GPU kernel's code "
+        "slowly on a CPU.",
         rich_help_panel=PANEL,
     ),
 ]

@@ -166,6 +166,8 @@ def serve(
         raise typer.BadParameter("--api-key must not be empty")
     if ssl_keyfile is not None and ssl_certfile is None:
         raise typer.BadParameter("--ssl-keyfile needs --ssl-certfile")
+    if data_dir is not None and str(data_dir) == ".":
+        raise typer.BadParameter("--data-dir must name a folder of its own")
     show_log()
     keys = make_api_keys(
         [

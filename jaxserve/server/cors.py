@@ -15,7 +15,10 @@ ANY_ORIGIN = "*"
 
 def check_origin(origin: str) -> str:
     """`origin` as browsers send it. Raises: ConfigError: it is none (it has a path, or no scheme, say)."""
-    parts = urlsplit(origin)
+    try:
+        parts = urlsplit(origin)
+    except ValueError:  # brackets that hold no IPv6 address
+        parts = urlsplit("")
     if origin == ANY_ORIGIN or (parts.hostname and origin == f"{parts.scheme}://{parts.netloc}".lower()):
         return origin
     raise ConfigError(

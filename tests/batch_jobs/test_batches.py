@@ -8,6 +8,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,10 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 class Running:
     """A server on a folder, and a client of one of its keys."""
 
-    def __init__(self, core: CopyEngine, folder: Path) -> None:
+    def __init__(self, core: CopyEngine, folder: Path, **options: Any) -> None:
         self.core = core
         self.batches = BatchApi(folder)
-        self.server = RunningServer(core, KEYS, extensions=[self.batches])
+        self.server = RunningServer(core, replace(KEYS, **options), extensions=[self.batches])
 
     def __enter__(self) -> Running:
         self.server.__enter__()
@@ -166,6 +167,18 @@ def test_batches_give_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
         batch_id = running.begin(jsonl(*[line(number, n=2, max_tokens=20) for number in range(10)]))
         batch = running.end(batch_id)
         assert (batch.status, batch.request_counts.failed) == ("completed", 0)
+
+
+def test_batches_leave_half_of_the_room_to_others(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    core = CopyEngine(tokenizer, max_running=2, max_waiting=4)
+    core.may_step.clear()
+    with Running(core, tmp_path, max_open_requests=6) as running:
+        batch_id = running.begin(jsonl(*[line(number) for number in range(20)]))
+        until(lambda: len(core.submitted) == 3)
+        time.sleep(0.3)
+        assert len(core.submitted) == 3
+        core.may_step.set()
+        assert running.end(batch_id).request_counts.completed == 20
 
 
 def test_a_target_that_nobody_can_keep_fails_its_line_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -299,6 +312,17 @@ def test_bad_uploads_leave_nothing(running: Running, tmp_path: Path, monkeypatch
         reply = http.post(running.url, "/v1/files", body, headers=headers)
         assert (reply.status, reply.error["param"]) == (400, param)
     assert not list((tmp_path / "data" / "files").iterdir())
+
+
+def test_only_the_owner_can_read_what_is_kept(tmp_path: Path) -> None:
+    """A folder that was there keeps its rights: it may be /tmp."""
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.mkdir(mode=0o755)
+    for folder in (there, new):
+        BatchStore(folder).close()
+        assert all(not path.stat().st_mode & 0o077 for path in folder.iterdir())
+    assert there.stat().st_mode & 0o777 == 0o755
+    assert not new.stat().st_mode & 0o077
 
 
 def test_a_folder_has_one_server(running: Running, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from jaxserve.errors import ConfigError
 from jaxserve.server.api_keys import make_api_keys
 from jaxserve.server.app import ServerOptions
+from jaxserve.server.cors import check_origin
 from jaxserve.tokenizer import Tokenizer
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
@@ -221,6 +223,12 @@ def test_a_browsers_preflight_needs_no_key(locked_url: str) -> None:
     assert reply.headers["access-control-allow-origin"] == "*"
     assert "POST" in reply.headers["access-control-allow-methods"]
     assert reply.headers["access-control-allow-headers"] == "authorization"
+
+
+@pytest.mark.parametrize("origin", ["http://[x", "https://a.example/", "a.example", "null", ""])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError):
+        check_origin(origin)
 
 
 def test_origins_can_be_chosen(tokenizer: Tokenizer) -> None:

@@ -111,6 +111,7 @@ def test_an_earlier_answer_is_taken_back(client: openai.OpenAI) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": "word " * 100_000}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 2**40}, "max_output_tokens"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
