@@ -224,7 +224,6 @@ class _BatchRunner:
             entry = decode(line.data, BatchLine)
             self._note_id(entry.custom_id)
             prepared = _prepare(entry, self.context, self.caller)
-            self._submit(prepared, journal)
         except (JaxserveError, ApiError) as error:
             self._fail(slot, line, custom_id, to_api_error(error), journal)
             return
@@ -232,23 +231,23 @@ class _BatchRunner:
         for request in prepared.prompts:
             self.open[request.request_id] = job
         self.choices_in_flight += prepared.num_choices
+        try:
+            for request in prepared.prompts:
+                self._submit(request, journal)
+        except JaxserveError as error:
+            self._close(job)
+            self._fail(slot, line, custom_id, to_api_error(error), journal)
 
-    def _submit(self, prepared: PreparedRequest, journal: _Journal) -> None:
-        """All prompts or none; while the queue is full, those before them go on."""
-        while True:
-            taken: list[str] = []
+    def _submit(self, request: GenerationRequest, journal: _Journal) -> None:
+        """While the queue is full, what is in the engine goes on, and is written down."""
+        while request.request_id in self.open:  # otherwise its line has failed meanwhile
             try:
-                for request in prepared.prompts:
-                    self.engine.submit(request)
-                    taken.append(request.request_id)
-            except JaxserveError as error:
-                for request_id in taken:
-                    self.engine.abort(request_id)
-                if not isinstance(error, QueueFullError) or not self.open:
-                    raise
-                self._step(journal)
-            else:
+                self.engine.submit(request)
                 return
+            except QueueFullError:
+                if not self.engine.has_work():
+                    raise
+            self._step(journal)
 
     def _step(self, journal: _Journal) -> None:
         for output in self.engine.step():

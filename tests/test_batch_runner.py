@@ -167,7 +167,7 @@ def test_what_the_engine_could_not_finish_is_an_error_record(batch: Batch) -> No
 def test_a_real_engine_with_a_short_queue_loses_nothing(
     batch: Batch, tiny_model: ServedModel, tokenizer: Tokenizer
 ) -> None:
-    """What was taken of a line before the queue was full is given up, and the whole line comes again."""
+    """What was taken of a line before the queue was full goes on while the rest of it waits."""
     engine = tiny_model.engine(max_num_seqs=2, max_waiting=3, max_waiting_tokens=40)
     rng = random.Random(5)
     lines = [

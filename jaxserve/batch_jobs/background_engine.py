@@ -24,7 +24,7 @@ class Interrupted(Exception):
 class BackgroundEngine:
     """`batch_runner.Engine` over an AsyncEngine. Belongs to one thread, which is not the event loop's.
 
-    A queue that is full, or a circuit that is open, is waited for: nobody waits for background work.
+    A circuit that is open is waited for, and so is a queue full of others' work: nobody waits for background work.
 
     Args:
       stop: once it is set, every call raises Interrupted.
@@ -46,15 +46,19 @@ class BackgroundEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, request: GenerationRequest) -> None:
-        """Raises: Interrupted; InvalidRequestError: the engine can't run it; OverloadedError: not in the time that it
-        asks for, which waiting makes no better.
+        """Raises: Interrupted; InvalidRequestError: the engine can't run it; QueueFullError: not before more of
+        its own has ended; OverloadedError: not in the time that it asks for, which waiting makes no better.
         """
         while True:
             self._check()
             try:
                 promised = self._engine.check_admission([request])
                 asyncio.run_coroutine_threadsafe(self._begin(promised[0]), self._loop).result()
-            except (QueueFullError, BreakerOpenError):
+            except QueueFullError:
+                if self._tasks:
+                    raise  # what is there goes on meanwhile, and must be written down
+                self._stop.wait(RETRY_SECONDS)
+            except BreakerOpenError:
                 self._stop.wait(RETRY_SECONDS)
             except (EngineDeadError, RuntimeError):  # the second one: the loop has been closed
                 raise Interrupted from None

@@ -181,6 +181,19 @@ def test_batches_leave_half_of_the_room_to_others(tokenizer: Tokenizer, tmp_path
         assert running.end(batch_id).request_counts.completed == 20
 
 
+def test_what_is_done_is_kept_while_the_queue_is_full(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Answers were not written down while the next line waited for a place."""
+    core = CopyEngine(tokenizer, max_running=2, max_waiting=1, step_seconds=0.01)
+    with Running(core, tmp_path) as running:
+        content = jsonl(*[line(number, max_tokens=2000 if number > 1 else 1) for number in range(6)])
+        batch_id = running.begin(content)
+        until(lambda: running.client.batches.retrieve(batch_id).request_counts.completed == 2, 10)
+        assert len(core.submitted) < 6, "lines still wait for a place"
+    with Running(CopyEngine(tokenizer), tmp_path) as again:
+        assert again.end(batch_id).request_counts.completed == 6
+        assert len(again.core.submitted) == 4, "what had been done was not done again"
+
+
 def test_a_target_that_nobody_can_keep_fails_its_line_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """It was waited for, like room in the queue, without end, and every batch behind it as well."""
 
