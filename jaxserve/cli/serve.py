@@ -139,10 +139,11 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, with the OpenAI API.
 
-    Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not), /tokenize and
-    /detokenize, GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on
-    URL", as soon as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes:
-    0 after a signal, 1 when the engine failed, 2 for bad input.
+    Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not),
+    /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches, GET /v1/models,
+    /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on URL", as soon as requests are
+    taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the
+    engine failed, 2 for bad input.
 
     \b
     Examples:
