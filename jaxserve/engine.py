@@ -27,7 +27,7 @@ from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
-from jaxserve.scheduler.step_time import StepTimeModel, work_of
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.speculative.proposer import Proposer
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.tokenizer import Tokenizer
@@ -290,7 +290,7 @@ class EngineCore:
         elapsed = self._clock() - started
         step_seconds, self._drafting_seconds = elapsed - self._drafting_seconds, 0.0
         if due is not None and step_seconds > 0:
-            self.step_times.observe(work_of(due.plan.scheduled, due.plan.num_padding_tokens), step_seconds)
+            self.step_times.observe(due.plan.work, step_seconds)
         self.stats.step_seconds += elapsed
         self.stats.host_seconds += elapsed - waited
         self.stats.host_gap_seconds = self._gap.seconds

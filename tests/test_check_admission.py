@@ -61,7 +61,7 @@ def test_a_burst_is_not_promised_more_than_can_be_kept() -> None:
     alone = next(
         t for t in targets if refusal(partial(made.check_admission, request("a", t), clock.now)) is None
     )
-    made._scheduler._forget_promised()
+    made._scheduler._forget_checked()
     burst = [request(f"b{i}", 1.1 * alone) for i in range(60)]
     passed = [one for one in burst if refusal(partial(made.check_admission, one, clock.now)) is None]
     assert 0 < len(passed) < len(burst)
@@ -69,7 +69,7 @@ def test_a_burst_is_not_promised_more_than_can_be_kept() -> None:
         made.submit(dataclasses.replace(one, is_promised=True))
     made.check_integrity()
     made.step()
-    assert not made._scheduler._promised
+    assert not made._scheduler._checked
 
 
 def test_the_promised_who_never_come_are_forgotten() -> None:

@@ -10,7 +10,7 @@ from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.outputs import BlockTransfers
 from jaxserve.recording.events import Abort, AnyEvent, Plan, Step, Submit
 from jaxserve.request import GenerationRequest
-from jaxserve.scheduler.step_time import StepTimeModel, StepWork, with_drafts, work_of_chunks
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of_rows
 from jaxserve.workload.traced_request import TracedRequest, Workload
 
 
@@ -99,13 +99,8 @@ def _count_tokens(event: Step, unfinished: dict[str, _Seen]) -> None:
 
 
 def _work(plan: Plan) -> StepWork:
-    work = StepWork(plan.num_padding_tokens, 0)
-    for row in plan.rows:
-        if row.draft_token_ids:
-            work = with_drafts(work, row.start, row.count)
-    return work_of_chunks(
-        ((row.start, row.count) for row in plan.rows if not row.draft_token_ids), beside=work
-    )
+    rows = ((row.start, row.count, len(row.draft_token_ids)) for row in plan.rows)
+    return work_of_rows(rows, plan.num_padding_tokens)
 
 
 def _traced(entry: _Seen, start: float) -> TracedRequest:

@@ -102,19 +102,6 @@ class BaseScheduler:
         """Plan the next step; `now`: seconds, of the clock of `Request.arrival_time`."""
         raise NotImplementedError
 
-    def plan_drafts(self) -> tuple[DraftRequest, ...]:
-        """For whom drafts are wanted in the next plan; none by default."""
-        return ()
-
-    def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
-        """Drafting for so many requests, of so many tokens for the one that got most, took the device so long."""
-
-    def take_drafts(self, wanted: Sequence[DraftRequest], proposed: Sequence[Sequence[int]]) -> None:
-        """What was proposed for each of `wanted`, before `schedule`: drafts in order, maybe fewer than wanted."""
-        for item, token_ids in zip(wanted, proposed, strict=True):
-            if token_ids:
-                self._drafts.propose(item.request.request_id, token_ids[: item.num_tokens])
-
     def _enqueue(self, entry: Entry) -> None:
         raise NotImplementedError
 
@@ -136,6 +123,13 @@ class BaseScheduler:
     def _seconds_to_drain(self, num_seqs: int, num_tokens: int) -> float | None:
         """How long it will take until so many sequences and tokens less wait; None where nothing is known."""
         return None
+
+    def plan_drafts(self) -> tuple[DraftRequest, ...]:
+        """For whom drafts are wanted in the next plan; none by default."""
+        return ()
+
+    def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
+        """Drafting for so many requests, of so many tokens for the one that got most, took the device so long."""
 
     def note_first_tokens(self, updates: Sequence[RequestUpdate], now: float) -> None:
         """What `update_from_output` returned came `now`."""
@@ -232,6 +226,12 @@ class BaseScheduler:
             self._kv.forget(requests[0].request_id)
             raise
         return entries
+
+    def take_drafts(self, wanted: Sequence[DraftRequest], proposed: Sequence[Sequence[int]]) -> None:
+        """What was proposed for each of `wanted`, before `schedule`: drafts in order, maybe fewer than wanted."""
+        for item, token_ids in zip(wanted, proposed, strict=True):
+            if token_ids:
+                self._drafts.propose(item.request.request_id, token_ids[: item.num_tokens])
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
         """End requests in whatever state they are, and free all they hold at once. Unknown ids are ignored.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 _SHARE = 0.2  # of what is known that the newest call decides
 _PROBE_EVERY = (
-    64  # plans without a draft, after which one token is drafted: acceptance and times may have changed
+    64  # plans without a draft; then one token is drafted, as acceptance and times may have changed
 )
 
 

@@ -68,14 +68,14 @@ class Drafts:
         proposal = self._proposals.get(request_id)
         return proposal if proposal and proposal.token_ids else None
 
-    def acceptance_of(self, request_id: str) -> float:
-        """The same, before anything is proposed for it."""
-        return self.acceptance(self._of(request_id))
-
     def acceptance(self, proposal: Proposal) -> float:
         """Chance of a draft to be accepted when those before it are: the request's, and at first that of all."""
         right = proposal.num_right + _PRIOR_WEIGHT * self._acceptance
         return right / (proposal.num_tried + _PRIOR_WEIGHT)
+
+    def acceptance_of(self, request_id: str) -> float:
+        """The same, before anything is proposed for it."""
+        return self.acceptance(self._of(request_id))
 
     def verified(
         self, request: Request, drafts: Sequence[int], sampled: Sequence[int], num_kept: int
@@ -107,7 +107,7 @@ class Drafts:
         """The last tokens of the newest step were left out of the output after all: they come after a stop string."""
         proposal = self._of(request.request_id)
         proposal.num_kept -= num_tokens
-        lost = proposal.num_accepted - min(proposal.num_accepted, max(proposal.num_kept, 0))
+        lost = max(proposal.num_accepted - proposal.num_kept, 0)
         self.stats.take_back(proposal.num_accepted, lost)
         request.num_accepted_tokens -= lost
         proposal.num_accepted -= lost

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
 from jaxserve.request import Request
+from jaxserve.scheduler.step_time import StepWork, work_of
 
 
 # A struct and no dataclass: there is one per running sequence and step, and it is made three times as fast.
@@ -67,7 +69,7 @@ class DraftRequest:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerOutput:
     """One step's plan.
 
@@ -90,6 +92,11 @@ class SchedulerOutput:
     num_padding_tokens: int = 0
     swap_out: tuple[tuple[int, int], ...] = ()
     swap_in: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def work(self) -> StepWork:
+        """What the step has to do."""
+        return work_of(self.scheduled, self.num_padding_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:

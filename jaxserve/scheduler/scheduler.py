@@ -12,9 +12,8 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from jaxserve.config import NGRAM, ResolvedConfig
+from jaxserve.config import ResolvedConfig
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
 from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
@@ -22,17 +21,16 @@ from jaxserve.scheduler.ageing import Ageing
 from jaxserve.scheduler.base import BaseScheduler, Entry, key_of, tokens_to_compute
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
-from jaxserve.scheduler.draft_lengths import Candidate, best_lengths, best_rounds
-from jaxserve.scheduler.draft_times import DraftTimes
+from jaxserve.scheduler.draft_planner import DraftPlanner
 from jaxserve.scheduler.forecast import Forecast, check_promise
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerOutput
-from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Policy, PrefillBudget
+from jaxserve.scheduler.policy import BACKGROUND, CLASS_RANKS, Order, Policy, PrefillBudget
 from jaxserve.scheduler.promises import Promises
 from jaxserve.scheduler.siblings import SiblingIndex
-from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of, work_of_chunks
+from jaxserve.scheduler.step_time import StepTimeModel, work_of, work_of_chunks
 from jaxserve.scheduler.steps_under_way import StepsUnderWay
 from jaxserve.scheduler.swap_cost import SwapCost
 from jaxserve.scheduler.ttft_record import TtftRecord
@@ -64,8 +62,8 @@ class Scheduler(BaseScheduler):
         self._long_queue = WaitingQueue()
         self._siblings = SiblingIndex()
         self._preempted: list[Request] = []
-        self._promised: list[tuple[WaitingQueue, str]] = []
-        self._draft_times = None if config.speculative in (None, NGRAM) else DraftTimes()
+        self._checked: list[tuple[WaitingQueue, str]] = []  # places of those who have passed `check`
+        self._draft_planner = DraftPlanner(config, self._drafts, step_times)
         self._ageing = Ageing(config.background_max_wait)
         self._itl_targets: dict[str, float] = {}  # of running requests that have one
         self._ttfts = TtftRecord()
@@ -107,42 +105,10 @@ class Scheduler(BaseScheduler):
             if held > known:
                 assert request.slot is not None
                 wanted.append(DraftRequest(request, min(most, held - known), request.slot))
-        return tuple(wanted if self._draft_times is None else self._worth_drafting(wanted, self._draft_times))
+        return tuple(self._draft_planner.worth_drafting(wanted, [entry.request for entry in self._running]))
 
     def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
-        if self._draft_times is not None:
-            self._draft_times.observe(num_rows, num_rounds, seconds)
-
-    def _worth_drafting(self, wanted: list[DraftRequest], times: DraftTimes) -> list[DraftRequest]:
-        """As many tokens of each as pay for the time that drafting takes; all for requests that want it always."""
-        chosen = [item for item in wanted if item.request.params.speculative_tokens is not None]
-        free = [item for item in wanted if item.request.params.speculative_tokens is None]
-        if not free:
-            return chosen
-        rows = [(entry.request.num_planned_tokens, 1) for entry in self._running]
-        work = work_of_chunks(rows, beside=StepWork(0, 0))
-        keys_each = work.decode_keys // len(rows)
-        most = self._config.max_rows - len(rows)
-
-        def seconds(count: int) -> float | None:
-            return self._step_times.predict(
-                StepWork(work.tokens + count, work.seqs + count, work.decode_keys + count * keys_each)
-            )
-
-        rounds = best_rounds(
-            [
-                Candidate(item.num_tokens, self._drafts.acceptance_of(item.request.request_id))
-                for item in free
-            ],
-            num_rows=len(rows),
-            seconds=lambda count: seconds(count) if count <= most else None,
-            drafting_seconds=lambda count: times.seconds(len(wanted), count),
-        )
-        if not rounds and (times.seconds(len(wanted), 1) is None or times.is_time_to_probe()):
-            rounds = 1
-        if rounds:
-            chosen += [replace(item, num_tokens=min(item.num_tokens, rounds)) for item in free]
-        return chosen
+        self._draft_planner.note_drafting(num_rows, num_rounds, seconds)
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Plan the next step. Results of earlier plans may be outstanding: their tokens count as pending then.
@@ -151,7 +117,7 @@ class Scheduler(BaseScheduler):
           now: seconds, of the clock of `Request.arrival_time`.
         """
         self._now = now
-        self._forget_promised()
+        self._forget_checked()
         self._preempted = []
         self._forecast.changed()
         self._promote_aged()
@@ -172,8 +138,7 @@ class Scheduler(BaseScheduler):
             swap_in=tuple((host, device) for device, host in moves.ins.items()),
         )
         if scheduled:
-            seconds = self._step_times.predict(work_of(scheduled))
-            self._under_way.planned(self._step_id, now, seconds or 0.0)
+            self._under_way.planned(self._step_id, now, self._step_times.predict(plan.work) or 0.0)
         self._step_id += 1
         return plan
 
@@ -205,29 +170,29 @@ class Scheduler(BaseScheduler):
     def _promote_aged(self) -> None:
         """Put background requests before all that wait; then nobody passes them any more, nor takes their places."""
         while (request_id := self._ageing.take_due(self._now)) is not None:
-            entry = self._entries[request_id]
-            queue = self._short_queue if request_id in self._short_queue else self._long_queue
-            queue.remove(request_id)
-            self._promises.leaves(request_id)
             self._counters.promotions += 1
             turn = float(self._counters.promotions)
-            entry.key = (CLASS_RANKS[ServiceClass.INTERACTIVE], _PROMOTED, turn, entry.key[3])
-            self._push(queue, entry)
+            self._put_forward(request_id, (CLASS_RANKS[ServiceClass.INTERACTIVE], _PROMOTED, turn))
 
     def _put_promised_forward(self) -> None:
         """Those whose time to the first token gets short, before all of their class and priority."""
         while (due := self._promises.take_due(self._now)) is not None:
             request_id, tag = due
-            entry = self._entries[request_id]
-            queue = self._short_queue if request_id in self._short_queue else self._long_queue
-            queue.remove(request_id)
-            entry.key = (*entry.key[:2], tag, entry.key[3])
-            self._push(queue, entry)
+            self._put_forward(request_id, (*self._entries[request_id].key[:2], tag))
+
+    def _put_forward(self, request_id: str, order: Order) -> None:
+        """Give one that is queued another place, for good."""
+        entry = self._entries[request_id]
+        queue = self._short_queue if request_id in self._short_queue else self._long_queue
+        queue.remove(request_id)
+        self._promises.leaves(request_id)
+        entry.key = (*order, entry.key[3])
+        self._push(queue, entry)
 
     # Stage 1: those that run.
 
     def _walk_running(self) -> tuple[list[Entry], list[Entry]]:
-        """The only walk through all that runs, in order: those that lack a block get one.
+        """The only walk of a plan through all that runs, in order: those that lack a block get one.
 
         Returns those that decode, and those that have more than one token left.
         """
@@ -398,7 +363,12 @@ class Scheduler(BaseScheduler):
     # Stage 3: tokens.
 
     def _divide_budget(self, decoding: list[Entry], prefills: list[Entry]) -> tuple[ScheduledRequest, ...]:
-        drafts = self._choose_drafts(decoding, prefills) if self._drafts.most else {}
+        drafts: dict[str, tuple[int, ...]] = {}
+        if self._drafts.most:
+            limit = self._config.max_num_batched_tokens - len(decoding)
+            drafts = self._draft_planner.choose(
+                [entry.request for entry in decoding], lambda: self._chunks(prefills, limit)
+            )
         decodes = [self._scheduled(e, 1, drafts.get(e.request.request_id, ())) for e in decoding]
         if not prefills:
             return tuple(decodes)
@@ -412,54 +382,6 @@ class Scheduler(BaseScheduler):
         chunks.sort(key=lambda item: item.num_scheduled_tokens > 1)
         return (*decodes, *chunks)
 
-    def _choose_drafts(self, decoding: list[Entry], prefills: list[Entry]) -> dict[str, tuple[int, ...]]:
-        """Which of the proposed drafts are verified, by request."""
-        proposed: list[tuple[str, tuple[int, ...]]] = []
-        candidates = []
-        for entry in decoding:
-            request = entry.request
-            if proposal := self._drafts.proposed(request.request_id):
-                proposed.append((request.request_id, proposal.token_ids))
-                is_fixed = request.params.speculative_tokens is not None
-                candidates.append(
-                    Candidate(len(proposal.token_ids), self._drafts.acceptance(proposal), is_fixed)
-                )
-        if not candidates:
-            return {}
-        limit = self._config.max_num_batched_tokens
-        work = work_of_chunks(((e.request.num_planned_tokens, 1) for e in decoding), beside=StepWork(0, 0))
-        if prefills:
-            grants = self._grants(prefills, limit - len(decoding))
-            chunks = (
-                (e.request.num_planned_tokens, grant) for e, grant in zip(prefills, grants, strict=True)
-            )
-            work = work_of_chunks(chunks, beside=work)
-        keys_each = work.decode_keys // len(decoding)
-
-        def seconds(count: int) -> float | None:
-            fits = min(count, limit - work.tokens)
-            predicted = self._step_times.predict(
-                StepWork(
-                    work.tokens + fits,
-                    work.seqs + fits,
-                    work.decode_keys + count * keys_each,
-                    work.prefill_pairs,
-                )
-            )
-            # Drafts that take the places of prompt tokens put these off.
-            return predicted and predicted * (work.tokens + count) / (work.tokens + fits)
-
-        room = min(
-            self._config.max_rows - len(decoding) - len(prefills),
-            limit - len(decoding) - min(len(prefills), 1),
-        )
-        lengths = best_lengths(candidates, room=max(room, 0), num_rows=len(decoding), seconds=seconds)
-        return {
-            request_id: token_ids[:length]
-            for (request_id, token_ids), length in zip(proposed, lengths, strict=True)
-            if length
-        }
-
     def _grants(self, prefills: list[Entry], budget: int) -> list[int]:
         """Tokens for each, in their order: background prompts get what interactive ones leave."""
         counts = [entry.request.num_unplanned_tokens for entry in prefills]
@@ -468,6 +390,13 @@ class Scheduler(BaseScheduler):
         if first < len(counts):
             grants += self._policy.divide(counts[first:], budget - sum(grants))
         return grants
+
+    def _chunks(self, prefills: list[Entry], budget: int) -> list[tuple[int, int]]:
+        """(computed tokens, tokens granted) of each."""
+        grants = self._grants(prefills, budget)
+        return [
+            (entry.request.num_planned_tokens, grant) for entry, grant in zip(prefills, grants, strict=True)
+        ]
 
     def _without_stall(self, decodes: list[ScheduledRequest], prefills: list[Entry], budget: int) -> int:
         """The part of the budget with which no stream beside waits longer for its token than its target."""
@@ -479,12 +408,9 @@ class Scheduler(BaseScheduler):
             return budget
 
         def seconds(tokens: int) -> float | None:
-            grants = self._grants(prefills, tokens)
-            chunks = [
-                (entry.request.num_planned_tokens, grant)
-                for entry, grant in zip(prefills, grants, strict=True)
-            ]
-            return self._step_times.predict(work_of_chunks(chunks, beside=decode_work))
+            return self._step_times.predict(
+                work_of_chunks(self._chunks(prefills, tokens), beside=decode_work)
+            )
 
         decode_work = work_of(decodes)
         within = largest_within(seconds, limit, budget)
@@ -494,14 +420,14 @@ class Scheduler(BaseScheduler):
     # Whom to refuse.
 
     def add(self, *requests: Request, now: float | None = None) -> None:
-        self._forget_promised()
+        self._forget_checked()
         super().add(*requests, now=now)
 
     def check(self, *requests: Request, now: float) -> list[Entry]:
         """See `BaseScheduler.check`. Whoever passes stands in the queue for those who are checked next, until somebody
         is added or a step is planned."""
         predicted_step, num_added = self._predicted_step, self._num_added
-        self._num_added += len(self._promised)  # behind those who have passed
+        self._num_added += len(self._checked)  # behind those who have passed
         try:
             with self._forecast.fresh():
                 entries = super().check(*requests, now=now)
@@ -509,18 +435,18 @@ class Scheduler(BaseScheduler):
             self._predicted_step, self._num_added = predicted_step, num_added
             self._ttfts.forget(requests[0].request_id)
         for entry in entries:
-            name = f"promised {len(self._promised)}"
+            name = f"checked {len(self._checked)}"
             queue = self._queue_for(entry)
             tokens, outputs = tokens_to_compute(entry.request), self._lengths.expected(entry.request)
             queue.push(entry.key, name, tokens, outputs)
-            self._promised.append((queue, name))
+            self._checked.append((queue, name))
         return entries
 
-    def _forget_promised(self) -> None:
+    def _forget_checked(self) -> None:
         """They are added now, or their clients went away."""
-        for queue, name in self._promised:
+        for queue, name in self._checked:
             queue.remove(name)
-        self._promised.clear()
+        self._checked.clear()
 
     def _check_target(self, entry: Entry, now: float) -> None:
         request, target = entry.request, entry.request.targets.ttft_seconds

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxserve.scheduler.output import ScheduledRequest
+if TYPE_CHECKING:  # whose plans know their work
+    from jaxserve.scheduler.output import ScheduledRequest
 
 RoundUp = Callable[[int, int], tuple[int, int]]
 
@@ -45,21 +46,21 @@ class StepWork:
 
 def work_of(scheduled: Sequence[ScheduledRequest], num_padding_tokens: int = 0) -> StepWork:
     """The work of a plan's rows."""
-    work = StepWork(num_padding_tokens, 0)
-    chunks = []
-    for row in scheduled:
-        start = row.num_computed_tokens
-        if row.draft_token_ids:
-            work = with_drafts(work, start, 1 + len(row.draft_token_ids))
+    return work_of_rows(
+        ((row.num_computed_tokens, row.num_scheduled_tokens, len(row.draft_token_ids)) for row in scheduled),
+        num_padding_tokens,
+    )
+
+
+def work_of_rows(rows: Iterable[tuple[int, int, int]], num_padding_tokens: int = 0) -> StepWork:
+    """The work of (computed tokens, tokens to compute, how many of these are drafts) of some rows."""
+    chunks: list[tuple[int, int]] = []
+    for start, count, num_drafts in rows:
+        if num_drafts:  # rows of one token each
+            chunks += [(position, 1) for position in range(start, start + count)]
         else:
-            chunks.append((start, row.num_scheduled_tokens))
-    return work_of_chunks(chunks, beside=work)
-
-
-def with_drafts(work: StepWork, start: int, num_rows: int) -> StepWork:
-    """`work` and rows of one token each at positions from `start` on."""
-    keys = num_rows * start + num_rows * (num_rows + 1) // 2
-    return StepWork(work.tokens + num_rows, work.seqs + num_rows, work.decode_keys + keys, work.prefill_pairs)
+            chunks.append((start, count))
+    return work_of_chunks(chunks, beside=StepWork(num_padding_tokens, 0))
 
 
 def work_of_chunks(chunks: Iterable[tuple[int, int]], *, beside: StepWork) -> StepWork:

@@ -17,7 +17,7 @@ from jaxserve.outputs import BlockTransfers, ModelRunnerOutput
 from jaxserve.recording.costs_file import EngineCosts
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
-from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of
+from jaxserve.scheduler.step_time import StepTimeModel, StepWork
 from jaxserve.simulation.textless_outputs import TextlessOutputs
 from jaxserve.tokenizer import Tokenizer
 
@@ -100,8 +100,7 @@ class SimulatedRunner:
     def launch(self, plan: SchedulerOutput, batch: HostBatch) -> _SimulatedStep:
         if self._observe is not None:
             self._observe(plan)
-        work = work_of(plan.scheduled, plan.num_padding_tokens)
-        self._free_at = max(self._free_at, self._clock()) + self._step_seconds(work)
+        self._free_at = max(self._free_at, self._clock()) + self._step_seconds(plan.work)
         if self._transfer is not None and (plan.swap_out or plan.swap_in):
             moved = self._transfer(len(plan.swap_out), len(plan.swap_in))
             self._free_at += moved.out_seconds + moved.in_seconds
