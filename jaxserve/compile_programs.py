@@ -18,7 +18,7 @@ from jaxserve.device.deviceless import identity_of, lowering_for, target_shardin
 from jaxserve.device.executable_cache import ExecutableCache
 from jaxserve.device.program_definitions import Programs, describe_programs
 from jaxserve.device.program_eviction import evict_programs
-from jaxserve.device.programs import ProgramKey, open_cache, program_keys
+from jaxserve.device.programs import open_cache, program_keys
 from jaxserve.device.targets import Target
 from jaxserve.engine_setup import cache_directory, plan_memory_of, set_up
 from jaxserve.errors import ConfigError
@@ -66,7 +66,9 @@ def compile_programs(
             f"programs of the attention backend {backend} can't be kept, as they run in an interpreter"
         )
     try:
-        definitions = definitions_of(made.programs, _keys(made))
+        programs = made.programs
+        keys = program_keys(made.buckets, swaps=programs.swaps, draft=programs.draft_model)
+        definitions = definitions_of(programs, keys)
         num_compiled = made.num_compiled + compile_missing(
             definitions, made.cache, made.lowering, threads=os.cpu_count() or 1, progress=progress
         )
@@ -88,13 +90,6 @@ def programs_folder(options: EngineConfig) -> Path:
     if root is None:
         raise ConfigError("no folder is named to keep programs in")
     return root
-
-
-def _keys(made: _Work) -> list[ProgramKey]:
-    programs = made.programs
-    return program_keys(
-        made.buckets, swaps=programs.swaps, draft=programs.draft.what if programs.draft else None
-    )
 
 
 @dataclass(frozen=True)

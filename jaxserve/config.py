@@ -125,7 +125,7 @@ class EngineConfig:
       seed: root of the seeds of requests that bring none, so that a run can be repeated.
       attention_backend: "auto", or the name of a backend of `pallas_kernels.paged_attention`.
       deterministic: a request's logits and tokens have the same bits whatever else is served, however it is batched,
-        chunked, cached or preempted. Costs speed; only on a CPU so far.
+        chunked, cached or preempted. Only on a CPU so far.
       overlap: launch a step before the tokens of the one before have been read, so that the device need not wait for
         the host; None does so on accelerators, unless the engine speculates. Not with the static scheduler.
       speculative: who proposes draft tokens for steps to verify; None: nobody. "ngram" looks for the last few tokens

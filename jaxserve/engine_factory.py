@@ -80,7 +80,6 @@ def create_engine(
         draft=setup.draft,
         draft_params=draft_params,
     )
-    del params, draft_params  # the runner's alone now: closing it frees them
     drafts = setup.draft is not None
     # A recording knows which shapes were ready for steps, not for drafts.
     runner.warm_up(progress, wait_for_all=wait_for_programs or (drafts and recording is not None))
@@ -102,7 +101,7 @@ def create_engine(
         num_blocks=plan.num_blocks,
         host=plan.host,
         recorder=recorder,
-        builder=builder if drafts else None,
+        builder=builder,
         proposer=DeviceProposer(runner, builder) if drafts else create_proposer(config),
     )
     account = runner.account(temporaries=plan.account.temporaries)

@@ -131,7 +131,7 @@ def static_options(continuous: EngineConfig, static_batch: int | None) -> Engine
     return options if static_batch is None else replace(options, max_num_seqs=static_batch)
 
 
-def median(runs: Sequence[Run], value: Callable[[Run], float]) -> float:
+def median[R](runs: Sequence[R], value: Callable[[R], float]) -> float:
     """The median of something over the runs."""
     return statistics.median(map(value, runs))
 

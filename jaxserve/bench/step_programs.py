@@ -18,11 +18,10 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.attention import choose_attention
 from jaxserve.device.host_allocator import keep_freed_memory
-from jaxserve.device.kv_cache import join_layers
 from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import Programs, describe_programs, make_state
 from jaxserve.device.programs import ProgramMaker
-from jaxserve.device.step import finish_step, serve_step, step_parts
+from jaxserve.device.step import finish_step, run_layers, serve_step, step_parts
 from jaxserve.device.step_parts import StepParts
 from jaxserve.progress import Progress
 from pallas_kernels.paged_attention import Backend
@@ -105,16 +104,11 @@ class StepPrograms:
 
     def _run_layers(self, parts: StepParts, layers: StepParts, batch: HostBatch) -> float:
         _, (arrays, x_TD, shared) = self._run_begin(parts, batch)
-
-        def run() -> tuple[Any, list[Any]]:
-            hidden, caches = x_TD, []
-            for index, (program, layer) in enumerate(zip(layers.layers, self._params.layers, strict=True)):
-                cache, hidden = program(layer, self._state.kv_cache.layer(index), hidden, shared, arrays)
-                caches.append(cache)
-            return hidden, caches
-
-        seconds, (_, caches) = _timed(run)
-        self._state = replace(self._state, kv_cache=join_layers(caches))
+        state = self._state
+        seconds, (cache, _) = _timed(
+            lambda: run_layers(layers.layers, self._params, state.kv_cache, x_TD, shared, arrays)
+        )
+        self._state = replace(state, kv_cache=cache)
         return seconds
 
     def _run_end(self, parts: StepParts, batch: HostBatch) -> float:

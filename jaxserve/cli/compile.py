@@ -84,6 +84,7 @@ def compile_command(
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Imported here so that `jaxserve --help` needs no jax.
     from jaxserve.compile_programs import compile_programs
+    from jaxserve.device.program_eviction import mebibytes
     from jaxserve.device.targets import TARGETS
     from jaxserve.progress import BarProgress
 
@@ -118,7 +119,7 @@ def compile_command(
             model, config, target=None if target is None else TARGETS[target.value], progress=progress
         )
     print(
-        f"{done.num_programs} programs, {done.num_compiled} of them compiled now, {done.num_bytes / 2**20:.1f} MiB: "
+        f"{done.num_programs} programs, {done.num_compiled} of them compiled now, {mebibytes(done.num_bytes)}: "
         f"{done.folder}"
     )
 

@@ -154,7 +154,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="A request's answer has the same bits whatever else is served (slower; on a CPU only).",
+        help="A request's answer has the same bits whatever else is served (on a CPU only).",
         rich_help_panel=PANEL,
     ),
 ]

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
-from jaxserve.batch.bucket import Bucket
 from jaxserve.device.compile_threads import in_threads
 from jaxserve.device.executable_cache import ExecutableCache
-from jaxserve.device.program_definitions import (
-    Definition,
-    Programs,
-    parts_of_draft,
-    parts_of_follow,
-    parts_of_step,
-    state_program,
-    whole_draft,
-    whole_follow,
-    whole_step,
-)
-from jaxserve.device.programs import FollowKey, ProgramKey
+from jaxserve.device.program_definitions import Definition, Programs
+from jaxserve.device.programs import ProgramKey, definitions_for
 from jaxserve.errors import ConfigError
 from jaxserve.progress import Progress
 
@@ -28,7 +17,7 @@ def definitions_of(programs: Programs, keys: Iterable[ProgramKey]) -> list[Defin
     """All programs behind these keys, each once."""
     found: dict[str, Definition] = {}
     for key in keys:
-        for definition in _definitions(programs, key):
+        for definition in definitions_for(programs, key).values():
             found.setdefault(definition.name, definition)
     return list(found.values())
 
@@ -66,15 +55,3 @@ def compile_missing(
     for _ in in_threads(make, missing, threads=threads, progress=progress, what="Compiling"):
         pass
     return len(missing)
-
-
-def _definitions(programs: Programs, key: ProgramKey) -> list[Definition]:
-    if isinstance(key, str):
-        return [state_program(programs, key)]
-    if isinstance(key, Bucket):
-        parts, whole, bucket = parts_of_step, whole_step, key
-    elif isinstance(key, FollowKey):
-        parts, whole, bucket = parts_of_follow, whole_follow, key.bucket
-    else:
-        parts, whole, bucket = parts_of_draft, whole_draft, key.bucket
-    return list(parts(programs, bucket).values()) if programs.by_layer else [whole(programs, bucket)]

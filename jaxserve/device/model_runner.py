@@ -49,6 +49,7 @@ from jaxserve.device.sampling import (
     Logprobs,
 )
 from jaxserve.device.step import StepOutput
+from jaxserve.device.step_parts import StepParams
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
 from jaxserve.progress import Progress
@@ -137,14 +138,14 @@ class ModelRunner:
         self.buckets = ReadyBuckets(buckets)
         self._params = fill_params(maker.programs.params, params)
         self._draft = drafting = maker.programs.draft
-        self._draft_params = self._params  # of no use without a draft
+        self._draft_params: StepParams | None = None
         if drafting is not None and draft_params is not None:
             self._draft_params = fill_params(drafting.params, draft_params)
         elif drafting is not None:
             assert not drafting.what.is_own
             self._draft_params = self._params.first(drafting.what.model.num_layers)
         self._make_state = functools.partial(
-            make_state, model, config, num_blocks, drafting.what if drafting else None
+            make_state, model, config, num_blocks, maker.programs.draft_model
         )
         self._state = self._make_state()
         self._observe_logits = observe_logits
@@ -182,7 +183,7 @@ class ModelRunner:
         """
         threads = min(4, os.cpu_count() or 1)
         buckets, programs = self.buckets.planned, self._maker.programs
-        draft = programs.draft.what if programs.draft else None
+        draft = programs.draft_model
         keys = program_keys(buckets, swaps=programs.swaps, draft=draft)
         first = keys if wait_for_all else essential_keys(buckets, swaps=programs.swaps, draft=draft)
         self._executables.build(first, threads=threads, progress=progress, what="Preparing shapes")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxserve.models.layers import Linear
+from jaxserve.models.layers import Linear, replace_linears
 from pallas_kernels.linear import cpu_native
 from pallas_kernels.paged_attention import Backend
 
@@ -46,11 +46,7 @@ def choose_products(model: Any, attention: Backend) -> Any:
     embedding as well. Models need not know.
     """
     if attention.name == "cpu-native":
-        for layer in model.layers:
-            for _, module in list(nnx.iter_modules(layer)):
-                for name, child in list(vars(module).items()):
-                    if isinstance(child, Linear) and child.kernel.shape[0] % cpu_native.PANEL == 0:
-                        setattr(module, name, PanelLinear(child))
+        replace_linears(model, lambda m: m if m.kernel.shape[0] % cpu_native.PANEL else PanelLinear(m))
         for _, module in nnx.iter_modules(model):
             if hasattr(module, "project"):
                 module.project = cpu_native.project

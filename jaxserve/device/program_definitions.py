@@ -81,6 +81,11 @@ class Programs:
     draft: DraftPrograms | None
     identity: dict[str, Any]
 
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """What drafts on the device, if anything does."""
+        return self.draft.what if self.draft else None
+
 
 def describe_programs(
     model: ModelConfig,
@@ -117,8 +122,7 @@ def describe_programs(
     on_cpu = platform == "cpu"
     options = {"deterministic": config.deterministic, "keep_logits": keep_logits}
     rows_at_once = 1 if on_cpu else config.max_rows
-    # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
-    attend = jax.jit(partial(ragged_paged_attention, **attention_options))
+    attend = _attend(**attention_options)
     identity = {
         "model": model,
         "attention": attention_options,
@@ -154,10 +158,14 @@ def _describe_draft(
     rows_at_once: int,
     block_size: int,
 ) -> DraftPrograms:
-    scale = draft.model.head_dim**-0.5
-    attend = jax.jit(partial(ragged_paged_attention, scale=scale, backend=draft.attention))
+    attend = _attend(scale=draft.model.head_dim**-0.5, backend=draft.attention)
     parts = lambda bucket: draft_parts(model, bucket, attend, rows_at_once, block_size)  # noqa: E731
     return DraftPrograms(draft, parts, model, params, first_layer)
+
+
+def _attend(*, scale: float, backend: Backend) -> Callable[..., jax.Array]:
+    # A jit of its own, so that one program for a whole step traces attention once and not once a layer.
+    return jax.jit(partial(ragged_paged_attention, scale=scale, backend=backend))
 
 
 def _digest(arrays: Any) -> str:

@@ -55,7 +55,7 @@ def evict_programs(root: Path, max_bytes: int) -> None:
                 if excess > 0 and not file_lock.in_use(each.folder):
                     shutil.rmtree(each.folder)
                     excess -= each.num_bytes
-                    logger.info("removed %s of old programs: %s", _size(each.num_bytes), each.folder)
+                    logger.info("removed %s of old programs: %s", mebibytes(each.num_bytes), each.folder)
     except OSError as error:
         logger.warning("old programs are not removed: %s", error)
 
@@ -77,5 +77,6 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _size(num_bytes: int) -> str:
+def mebibytes(num_bytes: int) -> str:
+    """ "12.3 MiB"."""
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import file_lock
-from jaxserve.device.program_eviction import MANIFEST, KeptPrograms, kept_programs
+from jaxserve.device.program_eviction import MANIFEST, KeptPrograms, kept_programs, mebibytes
 
 
 def list_programs(root: Path) -> Iterator[str]:
@@ -24,7 +24,7 @@ def list_programs(root: Path) -> Iterator[str]:
 
 
 def size_of(kept: list[KeptPrograms]) -> str:
-    return f"{sum(each.num_bytes for each in kept) / 2**20:.1f} MiB"
+    return mebibytes(sum(each.num_bytes for each in kept))
 
 
 def _described(folder: Path) -> str:

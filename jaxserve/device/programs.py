@@ -73,17 +73,17 @@ def essential_keys(
         LOAD_ROW,
         *moves,
         *_step_keys(smallest, draft),
-        *_draft_keys(buckets, smallest, draft),
+        *_draft_keys(smallest, _drafted(buckets, draft)),
     ]
 
 
 def program_keys(buckets: ShapeBuckets, *, swaps: bool, draft: DraftModel | None = None) -> list[ProgramKey]:
     """Everything that an engine may ever run, the essential ones first."""
     keys = essential_keys(buckets, swaps=swaps, draft=draft)
-    for bucket in in_order_of_use(buckets.all_buckets())[2:]:
-        keys += [*_step_keys([bucket], draft), *_draft_keys(buckets, [bucket], draft)]
-    largest = in_order_of_use(buckets.all_buckets())[:1]
-    return [*keys, *_draft_keys(buckets, largest, draft)]
+    ordered, drafted = in_order_of_use(buckets.all_buckets()), _drafted(buckets, draft)
+    for bucket in ordered[2:]:
+        keys += [*_step_keys([bucket], draft), *_draft_keys([bucket], drafted)]
+    return [*keys, *_draft_keys(ordered[:1], drafted)]
 
 
 def _step_keys(buckets: Sequence[Bucket], draft: DraftModel | None) -> list[ProgramKey]:
@@ -95,13 +95,26 @@ def _step_keys(buckets: Sequence[Bucket], draft: DraftModel | None) -> list[Prog
     return keys
 
 
-def _draft_keys(
-    all_buckets: ShapeBuckets, buckets: Sequence[Bucket], draft: DraftModel | None
-) -> list[ProgramKey]:
-    """Of those shapes that batches of one-token rows come in, once all shapes are ready."""
-    if draft is None:
-        return []
-    return [DraftKey(bucket) for bucket in buckets if bucket in all_buckets.decode_buckets()]
+def _drafted(buckets: ShapeBuckets, draft: DraftModel | None) -> set[Bucket]:
+    """Shapes that batches of one-token rows come in, once all shapes are ready; none where nothing is drafted."""
+    return buckets.decode_buckets() if draft else set()
+
+
+def _draft_keys(buckets: Sequence[Bucket], drafted: set[Bucket]) -> list[ProgramKey]:
+    return [DraftKey(bucket) for bucket in buckets if bucket in drafted]
+
+
+def definitions_for(programs: Programs, key: ProgramKey) -> dict[str, Definition]:
+    """What the program of a key is made of, by part; a single one where it is not cut into parts."""
+    if isinstance(key, str):
+        return {key: state_program(programs, key)}
+    if isinstance(key, Bucket):
+        parts, whole, bucket = parts_of_step, whole_step, key
+    elif isinstance(key, FollowKey):
+        parts, whole, bucket = parts_of_follow, whole_follow, key.bucket
+    else:
+        parts, whole, bucket = parts_of_draft, whole_draft, key.bucket
+    return parts(programs, bucket) if programs.by_layer else {"whole": whole(programs, bucket)}
 
 
 def open_cache(programs: Programs, directory: Path, device: DeviceIdentity) -> ExecutableCache | None:
@@ -136,13 +149,17 @@ class ProgramMaker:
         That of a bucket takes (params, state, packed) and gives (state, output); those of drafts are functions of
         `device.draft` with their first argument given.
         """
+        programs = self.programs
+        if isinstance(key, str) or not programs.by_layer:
+            [only] = definitions_for(programs, key).values()
+            return self._make(only)
         if isinstance(key, Bucket):
-            return self._make_step(key)
+            return partial(serve_step, self.make_parts(key))
+        assert programs.draft is not None
+        made, layers = self._make_all(definitions_for(programs, key), programs.draft.model)
         if isinstance(key, FollowKey):
-            return self._make_follow(key.bucket)
-        if isinstance(key, DraftKey):
-            return self._make_draft(key.bucket)
-        return self._make(state_program(self.programs, key))
+            return partial(follow_step, ForwardParts(made["begin"], layers))
+        return partial(draft_step, DraftParts(made["begin"], layers, made["next"]), repeat=repeat_on_host)
 
     def prepare(self, keys: Sequence[ProgramKey], *, threads: int, progress: Progress) -> list[Any]:
         """Make programs now, `threads` at a time; who asks for them later gets these."""
@@ -161,32 +178,10 @@ class ProgramMaker:
         if self.cache:
             self.cache.close()
 
-    def _make_step(self, bucket: Bucket) -> Any:
-        programs = self.programs
-        if not programs.by_layer:
-            return self._make(whole_step(programs, bucket))
-        return partial(serve_step, self.make_parts(bucket))
-
     def make_parts(self, bucket: Bucket) -> StepParts:
         """A bucket's step as a program for each part."""
         made, layers = self._make_all(parts_of_step(self.programs, bucket), self.programs.model)
         return StepParts(made["begin"], layers, made["select"], made["sample"], made["score"])
-
-    def _make_follow(self, bucket: Bucket) -> Any:
-        programs = self.programs
-        if not programs.by_layer:
-            return self._make(whole_follow(programs, bucket))
-        assert programs.draft is not None
-        made, layers = self._make_all(parts_of_follow(programs, bucket), programs.draft.model)
-        return partial(follow_step, ForwardParts(made["begin"], layers))
-
-    def _make_draft(self, bucket: Bucket) -> Any:
-        programs = self.programs
-        if not programs.by_layer:
-            return self._make(whole_draft(programs, bucket))
-        assert programs.draft is not None
-        made, layers = self._make_all(parts_of_draft(programs, bucket), programs.draft.model)
-        return partial(draft_step, DraftParts(made["begin"], layers, made["next"]), repeat=repeat_on_host)
 
     def _make_all(
         self, definitions: Mapping[str, Definition], model: StepModel

@@ -87,8 +87,17 @@ def apply_each(maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
     """Several linear maps of one input; together, if they are of one kind that has `apply_all`."""
     kind = type(maps[0])
     if hasattr(kind, "apply_all") and all(type(each) is kind for each in maps):
-        return tuple(kind.apply_all(maps, x_TI))
+        return kind.apply_all(maps, x_TI)
     return tuple(each(x_TI) for each in maps)
+
+
+def replace_linears(model: Any, replacement: Callable[[Linear], Any]) -> None:
+    """Put what `replacement` makes of it in the place of each `Linear` of a model's layers; for abstract models."""
+    for layer in model.layers:
+        for _, module in list(nnx.iter_modules(layer)):
+            for name, child in list(vars(module).items()):
+                if isinstance(child, Linear):
+                    setattr(module, name, replacement(child))
 
 
 class Embedding(nnx.Module):

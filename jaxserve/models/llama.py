@@ -35,7 +35,6 @@ class LlamaAttention(nnx.Module):
         self.v_proj = Linear(width, kv_width, use_bias=bias, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(query_width, width, use_bias=bias, dtype=dtype, rngs=rngs)
         self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = head_dim
 
     def __call__(

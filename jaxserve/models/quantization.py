@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.config import Quantization
-from jaxserve.models.layers import Linear
+from jaxserve.models.layers import Linear, replace_linears
 from jaxserve.models.registry import WeightSpec
 
 _LARGEST = 127  # symmetric: -128 is not used
@@ -62,14 +62,13 @@ class Int8Linear(nnx.Module):
 
 def quantise_modules(model: Any, quantization: Quantization | None) -> Any:
     """`model` with an `Int8Linear` for each `Linear` of its layers, so that models need not know; for abstract ones."""
+
+    def quantised(linear: Linear) -> Int8Linear:
+        out_features, in_features = linear.kernel.shape
+        return Int8Linear(in_features, out_features, bias=linear.bias if linear.use_bias else None)
+
     if quantization is not None:
-        for layer in model.layers:
-            for _, module in list(nnx.iter_modules(layer)):
-                for name, child in list(vars(module).items()):
-                    if isinstance(child, Linear):
-                        out_features, in_features = child.kernel.shape
-                        bias = child.bias if child.use_bias else None
-                        setattr(module, name, Int8Linear(in_features, out_features, bias=bias))
+        replace_linears(model, quantised)
     return model
 
 

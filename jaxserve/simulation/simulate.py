@@ -75,12 +75,7 @@ class Variation:
         """
         host = costs.engine.host
         if self.host_memory is not None:
-            import jax.numpy as jnp  # which nobody else needs here
-
-            from jaxserve.device.kv_cache import block_bytes
-
-            config = costs.engine.config
-            each = block_bytes(costs.engine.model_config, config.block_size, jnp.dtype(config.dtype))
+            each = host.block_bytes  # told even of an engine without any
             host = HostSpace(self.host_memory // each, each)
             if self.host_memory and not host.num_blocks:
                 raise ConfigError(

@@ -12,9 +12,8 @@ class TextlessOutputs:
     """In the place of `output_processor.OutputProcessor`."""
 
     def __init__(self) -> None:
-        self._held: dict[
-            str, list[int]
-        ] = {}  # tokens of unfinished requests that get one output, at their end
+        # Tokens of unfinished requests that get one output, at their end.
+        self._held: dict[str, list[int]] = {}
 
     def add(self, request: Request, stream: bool = True) -> None:
         """See `OutputProcessor.add`."""

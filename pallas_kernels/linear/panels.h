@@ -18,12 +18,6 @@ constexpr int kPanel = 16;         // rows of W in a panel: two vectors
 constexpr int kTokens = 6;         // of a tile in registers: 12 sums, two vectors of W and a token
 constexpr int64_t kDepth = 2048;   // columns of a panel between two visits to the same token, so that they stay cached
 
-inline Vec vector_of(Bits bits) {
-  Vec v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
-
 // A column of a panel. Float: rows 0 to 7 and 8 to 15. Bfloat16: the even rows and the odd ones, which widen without
 // being moved.
 inline void load_column(const float* from, Vec& a, Vec& b) {

@@ -148,26 +148,26 @@ def _build(compiler: tuple[str, ...], path: Path) -> None:
         def compile_object(number: int) -> str:
             made = f"{folder}/{number}.o"
             source = str(_INCLUDE / _SOURCES[number])
-            _run_compiler([*compiler, *_FLAGS, *include, "-c", source, "-o", made])
+            _run_compiler(compiler, *_FLAGS, *include, "-c", source, "-o", made)
             return made
 
         with ThreadPoolExecutor() as pool:  # a process each: it takes seconds, most of them for XLA's headers
             objects = list(pool.map(compile_object, range(len(_SOURCES))))
         built = Path(folder) / path.name
-        _run_compiler([*compiler, *_FLAGS, "-shared", *objects, "-o", str(built)])
+        _run_compiler(compiler, *_FLAGS, "-shared", *objects, "-o", str(built))
         checksum = _checksum_file(built)
         checksum.write_text(_checksum(built))
         checksum.replace(_checksum_file(path))
         built.replace(path)
 
 
-def _run_compiler(command: list[str]) -> None:
+def _run_compiler(compiler: tuple[str, ...], *arguments: str) -> None:
     """Raises OSError or NotImplementedError."""
-    done = _run(command, _TIMEOUT_SECONDS)
+    done = _run([*compiler, *arguments], _TIMEOUT_SECONDS)
     if done.returncode:
         said = " ".join(done.stderr.split())[:300]
         raise NotImplementedError(
-            f"{command[0]} could not build it: {said or f'exit code {done.returncode}'}"
+            f"{shlex.join(compiler)} could not build it: {said or f'exit code {done.returncode}'}"
         )
 
 

@@ -30,13 +30,16 @@ inline Vec load(const float* from) {
   return v;
 }
 
+inline Vec vector_of(Bits bits) {
+  Vec v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
+}
+
 inline Vec load(const Bfloat16* from) {
   Halves half;
   std::memcpy(&half, from, sizeof half);
-  Bits wide = __builtin_convertvector(half, Bits) << 16;
-  Vec v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
+  return vector_of(__builtin_convertvector(half, Bits) << 16);
 }
 
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
@@ -53,14 +56,6 @@ inline Halves rounded(Vec v) {
 inline void store(Bfloat16* to, Vec v) {
   Halves half = rounded(v);
   std::memcpy(to, &half, sizeof half);
-}
-
-// The first `count` lanes, the others 0.
-template <typename T>
-inline Vec load_some(const T* from, int64_t count) {
-  T lanes[kLanes] = {};
-  std::memcpy(lanes, from, count * sizeof(T));
-  return load(lanes);
 }
 
 // The first `count` lanes.

@@ -9,11 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.cli.main import run
 from jaxserve.config import GenerationDefaults
+from jaxserve.device.kv_cache import block_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.recording.costs_file import EngineCosts, read_costs, write_costs
 from jaxserve.recording.engine_description import EngineDescription
@@ -48,8 +50,9 @@ def make_costs(num_blocks: int = 400, spread: float = 0.0, **changes: Any) -> En
         work = StepWork(rng.randint(8, 64), rng.randint(1, 8), rng.randint(1, 900), rng.randint(1, 5000))
         seconds = STEP_SECONDS + TOKEN_SECONDS * round_up(work.tokens, work.seqs)[0]
         model.observe(work, seconds * rng.uniform(1 - spread, 1 + spread))
+    host = HostSpace(0, block_bytes(TINY_MODEL, config.block_size, jnp.dtype(config.dtype)))
     description = EngineDescription(
-        "hand", config, TINY_MODEL, GenerationDefaults((2,)), num_blocks, HostSpace(), shapes, {}
+        "hand", config, TINY_MODEL, GenerationDefaults((2,)), num_blocks, host, shapes, {}
     )
     return EngineCosts(description, model.to_dict())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxserve.bench.static import median
 from jaxserve.config import EngineConfig, ResolvedConfig, replace
 from jaxserve.engine import EngineCore
 from jaxserve.engine_factory import create_engine
@@ -70,14 +70,14 @@ class Cell:
     @property
     def speedup(self) -> float:
         """Median time per output token, without over with."""
-        return self._median(OFF, lambda p: p.seconds_per_token) / self._median(
-            ON, lambda p: p.seconds_per_token
+        return median(self.passes[OFF], lambda p: p.seconds_per_token) / median(
+            self.passes[ON], lambda p: p.seconds_per_token
         )
 
     @property
     def throughput_ratio(self) -> float:
         """Median time of whole passes, without over with."""
-        return self._median(OFF, lambda p: p.seconds) / self._median(ON, lambda p: p.seconds)
+        return median(self.passes[OFF], lambda p: p.seconds) / median(self.passes[ON], lambda p: p.seconds)
 
     @property
     def acceptance(self) -> float | None:
@@ -97,10 +97,7 @@ class Cell:
 
     def milliseconds(self, name: str) -> float:
         """Median time per output token."""
-        return 1e3 * self._median(name, lambda p: p.seconds_per_token)
-
-    def _median(self, name: str, of: Callable[[Pass], float]) -> float:
-        return statistics.median(map(of, self.passes[name]))
+        return 1e3 * median(self.passes[name], lambda p: p.seconds_per_token)
 
 
 @dataclass(frozen=True, slots=True)
