@@ -131,13 +131,20 @@ def run_batch(
 def write_unfinished(destination: Path) -> None:
     """Make `destination` of what an interrupted run has done, in the order in which it was; its journal goes.
 
-    The file appears whole or not at all.
+    Of a line that was tried again after a restart the last record counts. The file appears whole or not at all.
     """
     journal_path = _journal_path(destination)
+    offsets: dict[str, int] = {}  # of records, by the key of their line
     with journal_path.open("rb") as journal, _appearing_whole(destination) as file:
         journal.readline()  # the header
+        at = journal.tell()
         while (data := journal.readline()).endswith(b"\n"):
-            file.write(bytes(msgspec.json.decode(data, type=_Entry).record) + b"\n")
+            key = msgspec.json.decode(data, type=_Entry).key
+            offsets.pop(key, None)  # the place goes as well
+            offsets[key] = at
+            at = journal.tell()
+        for offset in offsets.values():
+            file.write(_record_at(journal, offset) + b"\n")
     journal_path.unlink()
 
 
@@ -382,6 +389,11 @@ class _Entry(msgspec.Struct):
     record: msgspec.Raw
 
 
+def _record_at(journal: BinaryIO, offset: int) -> bytes:
+    journal.seek(offset)
+    return bytes(msgspec.json.decode(journal.readline(), type=_Entry).record)
+
+
 class _CustomId(msgspec.Struct):
     custom_id: str = ""
 
@@ -442,7 +454,7 @@ class _Journal:
 
     def custom_id(self, offset: int) -> str:
         """custom_id of the record at `offset`."""
-        return msgspec.json.decode(self._record(offset), type=_CustomId).custom_id
+        return msgspec.json.decode(_record_at(self._file, offset), type=_CustomId).custom_id
 
     def add(self, slot: int, key: bytes, record: dict[str, Any], *, keep: bool) -> None:
         """Append a record and use it for a place."""
@@ -456,8 +468,4 @@ class _Journal:
         """All records in order; the file appears whole or not at all."""
         with _appearing_whole(destination) as file:
             for offset in self._offsets:
-                file.write(self._record(offset) + b"\n")
-
-    def _record(self, offset: int) -> bytes:
-        self._file.seek(offset)
-        return bytes(msgspec.json.decode(self._file.readline(), type=_Entry).record)
+                file.write(_record_at(self._file, offset) + b"\n")

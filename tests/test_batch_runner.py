@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.batch_runner import MAX_LINE_BYTES, BatchSummary, run_batch
+from jaxserve.batch_runner import MAX_LINE_BYTES, BatchSummary, run_batch, write_unfinished
 from jaxserve.config import GenerationDefaults
 from jaxserve.server.conversion import ServingContext
 from jaxserve.tokenizer import Tokenizer
@@ -227,6 +227,30 @@ def test_a_run_goes_on_where_the_last_one_stopped(batch: Batch, tokenizer: Token
     assert len(batch.engine.submitted) == 40 - summary.resumed
     assert (summary.succeeded, summary.failed) == (40, 1)
     assert [record["custom_id"] for record in batch.records] == ["bad"] + [f"id{i}" for i in range(40)]
+    assert not batch.journal.exists()
+
+
+def test_what_interrupted_runs_have_done_holds_a_line_once(batch: Batch, tokenizer: Tokenizer) -> None:
+    """A line that had failed was tried again after a restart, and both records were given out."""
+    lines = [
+        completion("bad", temperature=-1),
+        completion("broken"),
+        completion("bad", temperature=-1),
+        *LINES,
+    ]
+    batch.engine.break_next = True
+    for steps in (5, 5):
+        interrupt_after(batch, steps)
+        with pytest.raises(KeyboardInterrupt):
+            batch.run(lines, max_in_flight=4)
+        batch.engine = CopyEngine(tokenizer)
+    assert batch.journal.read_bytes().count(b'"bad"') == 4, "tried again"
+    write_unfinished(batch.destination)
+    ids = [record["custom_id"] for record in batch.records]
+    assert ids.count("bad") == 2, "two lines have that name"
+    assert len(set(ids)) == len(ids) - 1 < len(lines)
+    [broken] = [record for record in batch.records if record["custom_id"] == "broken"]
+    assert broken["error"] is None, "the last try counts"
     assert not batch.journal.exists()
 
 
