@@ -28,7 +28,7 @@ class BackgroundEngine:
 
     Args:
       stop: once it is set, every call raises Interrupted.
-      on_step: called by that thread, at least every `RETRY_SECONDS`.
+      on_step: called by that thread, with every step and every try to submit.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BackgroundEngine:
                 self._stop.wait(RETRY_SECONDS)
             except BreakerOpenError:
                 self._stop.wait(RETRY_SECONDS)
-            except (EngineDeadError, RuntimeError):  # the second one: the loop has been closed
+            except (EngineDeadError, ApiError, RuntimeError):  # the server ends; the last: its loop is closed
                 raise Interrupted from None
             else:
                 return

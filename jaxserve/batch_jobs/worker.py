@@ -17,7 +17,7 @@ import msgspec
 from jaxserve.batch_jobs.background_engine import BackgroundEngine, Interrupted
 from jaxserve.batch_jobs.store import BatchStore, StoredBatch
 from jaxserve.batch_runner import BatchSummary, read_lines, run_batch, write_unfinished
-from jaxserve.server.async_engine import AsyncEngine
+from jaxserve.server.async_engine import STOP_SECONDS, AsyncEngine
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.service_level import Caller
 
@@ -98,13 +98,15 @@ class BatchWorker:
         self._wake.set()
 
     async def stop(self) -> None:
-        """End the thread; what runs stays unfinished, for the next start."""
+        """End the thread; what runs stays unfinished, for the next start. A step that hangs is not waited for."""
         self._stopping = True
         current = self._current
         if current is not None:
             current.interrupt.set()
         self._wake.set()
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("batches did not stop within %g s; leaving them behind", STOP_SECONDS)
 
     def _work(self) -> None:
         while not self._stopping:

@@ -145,13 +145,16 @@ async def _serve(
     announce(f"listening on {url(host, port, tls=options.tls is not None)}")
     await _first_of(stop, dead)
     server.is_draining = not dead.is_set()  # before anything that takes time
-    for extension in options.extensions:
-        await extension.stop()
-    code = await _until_the_end(server, dead, options.drain_seconds)
+    async with (
+        asyncio.TaskGroup() as group
+    ):  # the grace begins at once, whatever an extension still waits for
+        for extension in options.extensions:
+            group.create_task(extension.stop())
+        code = await _until_the_end(server, dead, options.drain_seconds)
     await runner.cleanup()
+    await engine.stop()  # ends what an extension may still wait for
     for extension in options.extensions:
         extension.close()
-    await engine.stop()
     server.close()
     return code
 

@@ -22,6 +22,7 @@ from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.request import GenerationRequest
 from jaxserve.server.api_keys import make_api_keys
 from jaxserve.server.app import ServerOptions
+from jaxserve.server.errors import shutting_down
 from jaxserve.tokenizer import Tokenizer
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
@@ -237,6 +238,23 @@ def test_a_server_that_drains_still_tells_of_batches(running: Running, tmp_path:
             refused()
         assert (error.value.status_code, error.value.code) == (503, "shutting_down")
     assert set((tmp_path / "data" / "files").iterdir()) == before
+
+
+def test_a_step_that_hangs_does_not_hold_up_the_end(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "STOP_SECONDS", 0.1)
+    core = CopyEngine(tokenizer)
+    with Running(core, tmp_path) as running:
+        core.may_step.clear()
+        batch_id = running.begin(jsonl(*[line(number) for number in range(20)]))
+        until(lambda: bool(core.submitted))  # the next line waits for its admission
+        asyncio.run_coroutine_threadsafe(running.batches.stop(), running.server.loop).result(20)
+        assert "leaving them behind" in caplog.text
+        running.server.loop.call_soon_threadsafe(running.server.engine.fail_all, shutting_down())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    with Running(CopyEngine(tokenizer), tmp_path) as again:
+        assert again.end(batch_id).request_counts.completed == 20, "it is there for the next start"
 
 
 def test_a_full_disk_is_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

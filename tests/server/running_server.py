@@ -89,7 +89,7 @@ class RunningServer:
         for extension in self._extensions:
             await extension.stop()
         await runner.cleanup()
+        await self.engine.stop()
         for extension in self._extensions:
             extension.close()
-        await self.engine.stop()
         self.server.close()

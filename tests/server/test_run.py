@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -15,11 +16,15 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
+from aiohttp import web
 
 from jaxserve.errors import ConfigError
-from jaxserve.server.run import bind, url
+from jaxserve.server.app import Server
+from jaxserve.server.run import RunOptions, bind, run_server, url
 from jaxserve.server.tls import tls_context
+from jaxserve.tokenizer import Tokenizer
 from tests.server import http
+from tests.server.copy_engine import CopyEngine
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": "copy", "prompt": "a b c", "max_tokens": 1000}
@@ -200,6 +205,46 @@ def test_certificates_that_cannot_serve_are_one_line(tmp_path: Path, certificate
         with pytest.raises(ConfigError) as caught:
             tls_context(*pair)
         assert "\n" not in str(caught.value)
+
+
+class WaitsForTheDrain:
+    """An extension that can't stop before requests are given their grace."""
+
+    operations = ()
+
+    def __init__(self) -> None:
+        self.life: list[str] = []
+
+    def attach(self, app: web.Application, server: Server) -> None:
+        drain = server.drain
+
+        async def noted(grace: float) -> None:
+            self._drains.set()
+            await drain(grace)
+
+        server.drain = noted  # type: ignore[method-assign]
+
+    async def start(self) -> None:
+        self._drains = asyncio.Event()
+        self.life.append("started")
+
+    async def stop(self) -> None:
+        await asyncio.wait_for(self._drains.wait(), 10)
+        self.life.append("stopped")
+
+    def close(self) -> None:
+        self.life.append("closed")
+
+
+def test_the_grace_does_not_wait_for_an_extension(tokenizer: Tokenizer) -> None:
+    extension = WaitsForTheDrain()
+    code = run_server(
+        CopyEngine(tokenizer),  # type: ignore[arg-type]
+        bind("127.0.0.1", 0),
+        RunOptions(extensions=(extension,)),
+        announce=lambda _: signal.raise_signal(signal.SIGTERM),
+    )
+    assert (code, extension.life) == (0, ["started", "stopped", "closed"])
 
 
 def test_a_second_signal_ends_it_at_once(processes: ProcessFactory) -> None:
