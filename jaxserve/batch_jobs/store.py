@@ -23,19 +23,20 @@ from jaxserve.errors import ConfigError
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, filename TEXT NOT NULL, purpose TEXT NOT NULL,
-  bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, number INTEGER NOT NULL);
+  bytes INTEGER NOT NULL, created_at INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS batches (
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, endpoint TEXT NOT NULL, input_file_id TEXT NOT NULL,
   completion_window TEXT NOT NULL, metadata TEXT, status TEXT NOT NULL, created_at INTEGER NOT NULL,
   times TEXT NOT NULL, output_file_id TEXT, error_file_id TEXT, errors TEXT, total INTEGER NOT NULL,
-  completed INTEGER NOT NULL, failed INTEGER NOT NULL, number INTEGER NOT NULL);
+  completed INTEGER NOT NULL, failed INTEGER NOT NULL);
 """
+_TABLES = ("files", "batches")
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file. `created_at`: Unix time, seconds; `number`: in the order in which they came."""
+    """A file. `created_at`: Unix time, seconds."""
 
     id: str
     owner: str
@@ -43,7 +44,6 @@ class StoredFile:
     purpose: str
     bytes: int
     created_at: int
-    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,6 @@ class StoredBatch:
     total: int
     completed: int
     failed: int
-    number: int
 
 
 _JSON = ("metadata", "times", "errors")
@@ -102,6 +101,7 @@ class BatchStore:
             self._database.row_factory = sqlite3.Row
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._database.executescript(f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT;")
+            self._drop_numbers()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"can't keep files and batches in {folder}: {error}") from None
         for unfinished in self._contents.glob("file-*.tmp"):  # of a process that was killed
@@ -117,9 +117,14 @@ class BatchStore:
         return self._contents / file_id
 
     @contextmanager
-    def new_content(self) -> Iterator[tuple[str, Path]]:
-        """(id, path) for a content to be written; without `add_file` for that id nothing of it stays."""
-        file_id = f"file-{uuid.uuid4().hex}"
+    def new_content(self, file_id: str | None = None) -> Iterator[tuple[str, Path]]:
+        """(id, path) for a content to be written; without `add_file` for that id nothing of it stays.
+
+        Args:
+          file_id: `file-...`, of a file that may be there already, and is replaced; None: a new one.
+        """
+        if file_id is None:
+            file_id = f"file-{uuid.uuid4().hex}"
         temporary = self._contents / f"{file_id}.tmp"
         try:
             yield file_id, temporary
@@ -135,8 +140,7 @@ class BatchStore:
         size = temporary.stat().st_size
         os.replace(temporary, self.path(file_id))
         values = (file_id, owner, filename, purpose, size, int(time.time()))
-        number = "(SELECT COALESCE(MAX(number), 0) + 1 FROM files)"
-        self._run(f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {number})", values)
+        self._run("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
         stored = self.file(file_id, owner)
         assert stored is not None
         return stored
@@ -147,7 +151,7 @@ class BatchStore:
 
     def files(self, owner: str) -> list[StoredFile]:
         """The newest first."""
-        rows = self._run("SELECT * FROM files WHERE owner = ? ORDER BY number DESC", (owner,))
+        rows = self._run("SELECT * FROM files WHERE owner = ? ORDER BY rowid DESC", (owner,))
         return [StoredFile(**row) for row in rows]
 
     def delete_file(self, stored: StoredFile) -> None:
@@ -166,12 +170,10 @@ class BatchStore:
         metadata: dict[str, str] | None,
     ) -> StoredBatch:
         batch_id, now = f"batch_{uuid.uuid4().hex}", int(time.time())
-        values = (batch_id, owner, endpoint, input_file_id, completion_window, json.dumps(metadata))
-        number = "(SELECT COALESCE(MAX(number), 0) + 1 FROM batches)"
+        values = (batch_id, owner, endpoint, input_file_id, completion_window, json.dumps(metadata), now)
         self._run(
-            "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, '{}', NULL, NULL, NULL, 0, 0, 0, "
-            f"{number})",
-            (*values, now),
+            "INSERT INTO batches VALUES (?, ?, ?, ?, ?, ?, 'validating', ?, '{}', NULL, NULL, NULL, 0, 0, 0)",
+            values,
         )
         stored = self.batch(batch_id, owner)
         assert stored is not None
@@ -184,14 +186,14 @@ class BatchStore:
 
     def batches(self, owner: str) -> list[StoredBatch]:
         """The newest first."""
-        rows = self._run("SELECT * FROM batches WHERE owner = ? ORDER BY number DESC", (owner,))
+        rows = self._run("SELECT * FROM batches WHERE owner = ? ORDER BY rowid DESC", (owner,))
         return [_batch(row) for row in rows]
 
     def next_unfinished(self) -> StoredBatch | None:
         """The oldest, whosever it is."""
         marks = ", ".join("?" * len(UNFINISHED))
         rows = self._run(
-            f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY number LIMIT 1", UNFINISHED
+            f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY rowid LIMIT 1", UNFINISHED
         )
         return _batch(rows[0]) if rows else None
 
@@ -214,11 +216,11 @@ class BatchStore:
             )
             return True
 
-    def set_counts(self, batch_id: str, *, total: int, completed: int, failed: int) -> None:
-        self._run(
-            "UPDATE batches SET total = ?, completed = ?, failed = ? WHERE id = ?",
-            (total, completed, failed, batch_id),
-        )
+    def set_total(self, batch_id: str, total: int) -> None:
+        self._run("UPDATE batches SET total = ? WHERE id = ?", (total, batch_id))
+
+    def set_counts(self, batch_id: str, *, completed: int, failed: int) -> None:
+        self._run("UPDATE batches SET completed = ?, failed = ? WHERE id = ?", (completed, failed, batch_id))
 
     def set_results(self, batch_id: str, *, output_file_id: str | None, error_file_id: str | None) -> None:
         self._run(
@@ -228,6 +230,13 @@ class BatchStore:
 
     def set_errors(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
         self._run("UPDATE batches SET errors = ? WHERE id = ?", (json.dumps(errors), batch_id))
+
+    def _drop_numbers(self) -> None:
+        """Earlier versions numbered their rows; they stand in that order anyway."""
+        for table in _TABLES:
+            columns = self._database.execute(f"PRAGMA table_info({table})").fetchall()
+            if any(column["name"] == "number" for column in columns):
+                self._database.execute(f"ALTER TABLE {table} DROP COLUMN number")
 
     def _run(self, statement: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
         with self._lock:

@@ -173,7 +173,7 @@ class BatchWorker:
         if errors:
             self._fail(batch, errors)
             return False
-        self._store.set_counts(batch.id, total=total, completed=0, failed=0)
+        self._store.set_total(batch.id, total)
         self._store.set_status(batch.id, "in_progress", only_from=("validating",))
         return True
 
@@ -182,15 +182,13 @@ class BatchWorker:
         destination = self._output(batch)
         if destination.exists():  # an earlier process got so far
             return True
-        stored = self._store.batch(batch.id)
-        assert stored is not None
-        total, summary, noted = stored.total, BatchSummary(), 0.0
+        summary, noted = BatchSummary(), 0.0
 
         def note() -> None:
             nonlocal noted
             if time.monotonic() - noted > COUNT_SECONDS:
                 noted = time.monotonic()
-                self._count(batch, total, summary)
+                self._count(batch, summary)
 
         engine = BackgroundEngine(self._engine, self._loop, run.interrupt, note)
         try:
@@ -207,17 +205,17 @@ class BatchWorker:
             return False
         finally:
             engine.close()
-            self._count(batch, total, summary)
+            self._count(batch, summary)
         return True
 
-    def _count(self, batch: StoredBatch, total: int, summary: BatchSummary) -> None:
-        self._store.set_counts(batch.id, total=total, completed=summary.succeeded, failed=summary.failed)
+    def _count(self, batch: StoredBatch, summary: BatchSummary) -> None:
+        self._store.set_counts(batch.id, completed=summary.succeeded, failed=summary.failed)
 
     def _finish(self, batch: StoredBatch) -> None:
-        """Make files of the results, those of the lines that failed apart."""
+        """Make files of the results, those of the lines that failed apart. Does no harm a second time."""
         destination = self._output(batch)
         was_cancelled = not self._store.set_status(
-            batch.id, "finalizing", only_from=("in_progress", "finalizing", "validating")
+            batch.id, "finalizing", only_from=("in_progress", "finalizing")
         )
         if not destination.exists():  # cancelled on its way, or before
             try:
@@ -231,7 +229,9 @@ class BatchWorker:
         destination.unlink()
 
     def _keep(self, batch: StoredBatch, results: Path, what: str, *, failed: bool) -> str | None:
-        with self._store.new_content() as (file_id, temporary):
+        # The same for every try, which replaces what an earlier one has left.
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
+        with self._store.new_content(file_id) as (_, temporary):
             with results.open("rb") as source, temporary.open("wb") as file:
                 for line in source:
                     if (msgspec.json.decode(line, type=_Record).error is not None) == failed:

@@ -257,18 +257,63 @@ def test_a_step_that_hangs_does_not_hold_up_the_end(
         assert again.end(batch_id).request_counts.completed == 20, "it is there for the next start"
 
 
-def test_a_full_disk_is_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Exception]:
+    """Two calls of a store's method fail; returns the failures that are still to come."""
     monkeypatch.setattr(worker, "PAUSE_SECONDS", 0.05)
-    real, failures = BatchStore.set_counts, [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("full")]
+    real, failures = (
+        getattr(BatchStore, method),
+        [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("full")],
+    )
 
-    def set_counts(store: BatchStore, *args: Any, **kwargs: Any) -> None:
+    def call(store: BatchStore, *args: Any, **kwargs: Any) -> Any:
         if failures:
             raise failures.pop()
-        real(store, *args, **kwargs)
+        return real(store, *args, **kwargs)
 
-    monkeypatch.setattr(BatchStore, "set_counts", set_counts)
+    monkeypatch.setattr(BatchStore, method, call)
+    return failures
+
+
+@pytest.mark.parametrize("method", ["set_total", "set_counts"])
+def test_a_full_disk_is_waited_for(running: Running, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    failures = fill_the_disk(monkeypatch, method)
     batch = running.end(running.begin(jsonl(line(0), line(1))))
     assert (batch.status, batch.request_counts.completed, failures) == ("completed", 2, [])
+    assert batch.request_counts.total == 2
+
+
+def test_results_that_are_kept_again_take_the_place_of_the_first(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full, or a kill, at the end of a batch left a second pair of files."""
+    failures = fill_the_disk(monkeypatch, "set_results")
+    batch = running.end(running.begin(jsonl(line(0), line(1, temperature=-1))))
+    assert (batch.status, failures) == ("completed", [])
+    ids = [one.id for one in running.client.files.list()]
+    assert ids == [batch.error_file_id, batch.output_file_id, batch.input_file_id]
+    assert {path.name for path in (tmp_path / "data" / "files").iterdir()} == set(ids)
+    assert [record["custom_id"] for record in running.records(batch.output_file_id)] == ["id-0"]
+    assert [record["custom_id"] for record in running.records(batch.error_file_id)] == ["id-1"]
+
+
+def test_a_folder_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
+    """Its rows had a number."""
+    names = ("a", "b")
+    store = BatchStore(tmp_path)
+    for name in names:
+        with store.new_content() as (file_id, temporary):
+            temporary.touch()
+            store.add_file(file_id, temporary, owner="", filename=name, purpose="batch")
+    store.close()
+    with sqlite3.connect(tmp_path / "batches.sqlite3") as database:
+        for table in ("files", "batches"):
+            database.execute(f"ALTER TABLE {table} ADD COLUMN number INTEGER NOT NULL DEFAULT 7")
+    database.close()
+    for _ in range(2):
+        store = BatchStore(tmp_path)
+        assert [one.filename for one in store.files("")] == ["b", "a"]
+        assert store.next_unfinished() is None
+        store.close()
 
 
 def test_what_a_killed_upload_left_is_removed(tmp_path: Path) -> None:
