@@ -130,8 +130,8 @@ def test_what_is_wrong_is_named(url: str, fields: dict[str, Any], param: str) ->
 def test_a_stream_that_fails_says_so(url: str, core: CopyEngine) -> None:
     core.break_next = True
     events = http.named_events(http.post(url, RESPONSES, body(stream=True)).body)
-    name, data = events[-1]
-    assert name == "response.failed"
+    [(name, data)] = events
+    assert (name, data["sequence_number"]) == ("response.failed", 0)
     assert data["response"]["status"] == "failed"
     assert data["response"]["error"]["message"]
     core.break_next = True

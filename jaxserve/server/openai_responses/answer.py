@@ -23,7 +23,7 @@ class _Answer:
         self._prepared = prepared
         self._maker = PieceMaker(prepared, tokenizer)
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] = []
         self._finish_reason: str | None = None
         self.item_id = "msg_" + prepared.response_id.removeprefix("resp_")
 
@@ -32,7 +32,7 @@ class _Answer:
         pieces = self._maker.pieces(output)
         for piece in pieces:
             self._texts.append(piece.text)
-            self._logprobs += logprobs_of(piece)
+            self.logprobs += _logprobs_of(piece)
             self._finish_reason = piece.finish_reason
         return pieces
 
@@ -41,15 +41,11 @@ class _Answer:
         return "".join(self._texts)
 
     @property
-    def logprobs(self) -> list[dict[str, Any]]:
-        return self._logprobs
-
-    @property
     def status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
     def part(self) -> dict[str, Any]:
-        return _part(self.text, self._logprobs)
+        return _part(self.text, self.logprobs)
 
     def item(self) -> dict[str, Any]:
         return _item(self.item_id, self.status, [self.part()])
@@ -102,8 +98,9 @@ class ResponseEvents:
         self._sent = 0
 
     def events(self, output: RequestOutput) -> bytes:
+        pieces = self._answer.add(output)  # raises before anything counts as sent
         begin = b"" if self._sent else self._begin()
-        return begin + b"".join([self._delta(piece) for piece in self._answer.add(output)])
+        return begin + b"".join([self._delta(piece) for piece in pieces])
 
     def end(self) -> bytes:
         answer = self._answer
@@ -129,7 +126,7 @@ class ResponseEvents:
         )
 
     def _delta(self, piece: Piece) -> bytes:
-        logprobs = logprobs_of(piece)
+        logprobs = _logprobs_of(piece)
         if not piece.text and not logprobs:
             return b""
         place = {"item_id": self._answer.item_id, **_PLACE}
@@ -141,7 +138,7 @@ class ResponseEvents:
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
-def logprobs_of(piece: Piece) -> list[dict[str, Any]]:
+def _logprobs_of(piece: Piece) -> list[dict[str, Any]]:
     """Of its tokens, in the chat's shape, which is the one of a text part as well."""
     return [] if piece.logprobs is None else list(piece.logprobs["content"] or ())
 
