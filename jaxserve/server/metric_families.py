@@ -1,4 +1,4 @@
-"""Metrics of our own, `jaxserve:...`, with the model's name as a label, and perhaps one more."""
+"""Metrics with the model's name as a label, and perhaps one more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from prometheus_client.metrics_core import Metric
 
 
 class Families:
-    """Makes them for one model. `value`: a number, or numbers by the value of `label`."""
+    """Makes them for one model. `value`: a number, or numbers by the value of `label`.
 
-    def __init__(self, model_name: str) -> None:
+    Args:
+      prefix: of every name; that of our own metrics, unless another is given.
+    """
+
+    def __init__(self, model_name: str, prefix: str = "jaxserve:") -> None:
         self._model = model_name
+        self._prefix = prefix
 
     def gauge(
         self, name: str, text: str, value: float | Mapping[str, float], label: str | None = None
@@ -33,7 +38,7 @@ class Families:
         label: str | None,
     ) -> Metric:
         labels = ["model_name"] if label is None else ["model_name", label]
-        family = kind(f"jaxserve:{name}", text, labels=labels)
+        family = kind(f"{self._prefix}{name}", text, labels=labels)
         if isinstance(value, Mapping):
             for key, number in value.items():
                 family.add_metric([self._model, key], number)  # type: ignore[attr-defined]

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.request import FinishReason
 from jaxserve.server.circuit_breaker import CircuitBreaker
 from jaxserve.server.key_metrics import KeyUsage
+from jaxserve.server.metric_families import Families
 from jaxserve.server.pressure_metrics import PressureCollector
 from jaxserve.server.speculation_metrics import speculation_metrics
 from jaxserve.server.swap_metrics import swap_metrics
@@ -127,28 +128,16 @@ class _EngineCollector(Collector):
                 stats.host_gap_seconds,
             ),
         )
+        families = Families(self._model, prefix="")  # of either kind
         for name, text, value in gauges:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+            yield families.gauge(name, text, value)
         for name, text, value in counters:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
-        yield self._memory()
+            yield families.counter(name, text, value)
+        memory = "What memory is for, as accounted before serving."
+        yield families.gauge("jaxserve:memory_bytes", memory, stats.memory, "kind")
         yield from self._bucket_counters()
         yield from swap_metrics(stats, self._model)
         yield from speculation_metrics(stats, self._model)
-
-    def _memory(self) -> Metric:
-        gauge = GaugeMetricFamily(
-            "jaxserve:memory_bytes",
-            "What memory is for, as accounted before serving.",
-            labels=["model_name", "kind"],
-        )
-        for kind, size in self._stats.memory.items():
-            gauge.add_metric([self._model, kind], size)
-        return gauge
 
     def _bucket_counters(self) -> Iterator[Metric]:
         """By bucket; as many label sets as the engine has shapes."""
@@ -173,12 +162,9 @@ class _FinishedCollector(Collector):
 
     def __init__(self, finished: dict[str, int], model_name: str) -> None:
         self._finished = finished
-        self._model = model_name
+        self._families = Families(model_name, "vllm:")
 
     def collect(self) -> Iterator[Metric]:
-        counter = CounterMetricFamily(
-            "vllm:request_success", "Choices that ended, by reason.", labels=["model_name", "finished_reason"]
+        yield self._families.counter(
+            "request_success", "Choices that ended, by reason.", self._finished, "finished_reason"
         )
-        for reason, count in self._finished.items():
-            counter.add_metric([self._model, reason], count)
-        yield counter
