@@ -13,6 +13,7 @@ from jaxserve.errors import JaxserveError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.async_engine import OutputStream
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.request_id import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def send_stream(request: web.Request, source: EventSource, outputs: Output
     except OSError:
         raise  # the client is gone
     except Exception as error:
-        logger.exception("a stream failed")
+        logger.exception("a stream of %r failed (request %s)", request.path, request[REQUEST_ID])
         await response.write(source.failure(to_api_error(error)))
     else:
         last = source.end()

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from jaxserve.outputs import RequestOutput
+from jaxserve.server.responses import ChunkBuilder
 from jaxserve.tokenizer import Tokenizer
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
@@ -212,6 +214,21 @@ def test_a_client_that_goes_away_is_noticed(
     until(lambda: len(core.aborted) == 1, seconds=1.0)
     assert b'finished_reason="abort",model_name="copy"} 1.0' in server.server.metrics.render()
     assert "Traceback" not in caplog.text
+
+
+def test_the_log_names_the_stream_that_failed_unforeseen(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(builder: ChunkBuilder, output: RequestOutput) -> Any:
+        raise RuntimeError("internal detail")
+
+    monkeypatch.setattr(ChunkBuilder, "chunks", fail)
+    body = completion(stream=True, max_tokens=2)
+    reply = http.post(server.base_url, COMPLETIONS, body, headers={"X-Request-Id": "id-of-this-one"})
+    assert b"internal_error" in reply.body
+    assert b"detail" not in reply.body
+    [record] = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert "id-of-this-one" in record.getMessage()
 
 
 def test_a_slow_reader_holds_up_nobody_and_keeps_little(server: RunningServer, core: CopyEngine) -> None:
