@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from jaxserve.server.app import KEY_NAME, Server, json_response, read_body
 from jaxserve.server.conversion import BATCH_ENDPOINTS
 from jaxserve.server.errors import ApiError, shutting_down
 from jaxserve.server.openapi import Operation
-from jaxserve.server.protocol import decode
+from jaxserve.server.protocol import decode, refuse_unhonoured
 
 MAX_FILE_BYTES = 200 * 1024 * 1024
 MAX_NAME_CHARS = 255
-MAX_IN_FLIGHT = 128  # choices of batches in the engine, running or waiting, at once; at most half of its room
+# A batch begins no further line while its lines have so many choices in the engine, running or waiting, or half of the
+# places there.
+MAX_IN_FLIGHT = 128
 MAX_METADATA = 16
 DEFAULT_PAGE, MAX_PAGE = 20, 100
 _PIECE_BYTES = 64 * 1024
@@ -145,13 +147,12 @@ class BatchApi:
                 raise InvalidRequestError("missing field 'file'", param="file", code="missing_field")
             if purpose != "batch":
                 raise InvalidRequestError("purpose must be 'batch'", param="purpose")
-            name = filename.encode("utf-8", "replace").decode()
             stored = await asyncio.to_thread(
                 self._store.add_file,
                 file_id,
                 temporary,
                 owner=_owner(request),
-                filename=name,
+                filename=_plain(filename),
                 purpose=purpose,
             )
         return json_response(_file_json(stored))
@@ -160,7 +161,7 @@ class BatchApi:
         """`GET /v1/files`."""
         stored = await asyncio.to_thread(self._store.files, _owner(request))
         purpose = request.query.get("purpose")
-        return _page(request, [_file_json(one) for one in stored if purpose in (None, one.purpose)])
+        return _page(request, [one for one in stored if purpose in (None, one.purpose)], _file_json)
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/files/{id}`."""
@@ -199,12 +200,7 @@ class BatchApi:
             )
         if body.completion_window != "24h":
             raise InvalidRequestError("completion_window must be '24h'", param="completion_window")
-        if body.output_expires_after is not None:
-            raise InvalidRequestError(
-                "'output_expires_after' is not supported by this server",
-                param="output_expires_after",
-                code="unsupported_parameter",
-            )
+        refuse_unhonoured(body, ("output_expires_after",), {})
         if len(body.metadata or {}) > MAX_METADATA:
             raise InvalidRequestError(f"metadata may have {MAX_METADATA} entries", param="metadata")
         source = await self._file(body.input_file_id, request, param="input_file_id")
@@ -222,7 +218,7 @@ class BatchApi:
     async def batches(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/batches`."""
         stored = await asyncio.to_thread(self._store.batches, _owner(request))
-        return _page(request, [_batch_json(one) for one in stored])
+        return _page(request, stored, _batch_json)
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/batches/{id}`."""
@@ -254,7 +250,7 @@ async def _receive(part: BodyPartReader, path: Path) -> None:
                 raise ApiError(
                     413, f"a file may have {MAX_FILE_BYTES} bytes", param="file", code="body_too_large"
                 )
-            file.write(piece)
+            await asyncio.to_thread(file.write, piece)
 
 
 def _owner(request: web.Request) -> str:
@@ -266,8 +262,10 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _page(request: web.Request, objects: Sequence[dict[str, Any]]) -> web.Response:
-    """A list's part that `limit` and `after` ask for."""
+def _page[Stored: (StoredFile, StoredBatch)](
+    request: web.Request, stored: Sequence[Stored], to_json: Callable[[Stored], dict[str, Any]]
+) -> web.Response:
+    """The part of a list that `limit` and `after` ask for."""
     text = request.query.get("limit", str(DEFAULT_PAGE))
     limit = int(text) if _NUMBER.fullmatch(text) else 0
     if not 1 <= limit <= MAX_PAGE:
@@ -275,18 +273,18 @@ def _page(request: web.Request, objects: Sequence[dict[str, Any]]) -> web.Respon
     after = request.query.get("after")
     begin = 0
     if after is not None:
-        ids = [one["id"] for one in objects]
+        ids = [one.id for one in stored]
         if after not in ids:
             raise InvalidRequestError("after must be an id of the list", param="after")
         begin = ids.index(after) + 1
-    page = objects[begin : begin + limit]
+    page = stored[begin : begin + limit]
     return json_response(
         {
             "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": begin + limit < len(objects),
+            "data": [to_json(one) for one in page],
+            "first_id": page[0].id if page else None,
+            "last_id": page[-1].id if page else None,
+            "has_more": begin + limit < len(stored),
         }
     )
 

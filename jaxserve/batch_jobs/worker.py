@@ -198,7 +198,7 @@ class BatchWorker:
                 self._store.path(batch.input_file_id),
                 destination,
                 max_in_flight=self._max_in_flight,
-                caller=Caller(key_name=batch.owner),
+                caller=Caller(identity=batch.owner),
                 summary=summary,
             )
         except Interrupted:

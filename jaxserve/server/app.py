@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 from aiohttp import web
@@ -25,7 +26,7 @@ from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
-from jaxserve.server.errors import ApiError, model_not_found, shutting_down, to_api_error
+from jaxserve.server.errors import ApiError, shutting_down, to_api_error
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.openapi import OPERATIONS, Operation, openapi_document
@@ -230,8 +231,7 @@ class Server:
     async def model(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/models/{name}`."""
         name = request.match_info["name"]
-        if name not in self.context.model_names:
-            raise model_not_found(name, self.context.model_names)
+        self.context.check_model(name)
         return json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, object]:
@@ -271,8 +271,14 @@ class Server:
 
     async def openapi(self, request: web.Request) -> web.StreamResponse:
         """`GET /openapi.json`."""
+        return web.Response(body=self._openapi_json, content_type="application/json")
+
+    @cached_property
+    def _openapi_json(self) -> bytes:
+        """Made when somebody asks for it, once the operations are complete."""
         names, has_keys = self.context.model_names, bool(self.options.keys)
-        return json_response(openapi_document(self.operations, names, version=_version(), has_keys=has_keys))
+        document = openapi_document(self.operations, names, version=_version(), has_keys=has_keys)
+        return msgspec.json.encode(document)
 
 
 def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Application:

@@ -41,7 +41,7 @@ def encode_text(
     Raises:
       InvalidRequestError: it can't possibly fit, or has no UTF-8 form.
     """
-    check_chars(len(text), tokenizer, max_model_len, param=param)
+    _check_chars(len(text), tokenizer, max_model_len, param=param)
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
@@ -58,7 +58,7 @@ def encode_conversation(body: Conversation, tokenizer: Tokenizer, max_model_len:
     if not body.messages:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
     messages = [_template_message(index, message) for index, message in enumerate(body.messages)]
-    check_chars(
+    _check_chars(
         sum(len(message["content"]) for message in messages), tokenizer, max_model_len, param="messages"
     )
     goes_on = bool(body.continue_final_message)
@@ -86,7 +86,7 @@ def encode_conversation(body: Conversation, tokenizer: Tokenizer, max_model_len:
     )
 
 
-def check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, *, param: str) -> None:
+def _check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, *, param: str) -> None:
     """Refuse a text that can't possibly fit before time is spent on tokenising it."""
     limit = tokenizer.max_chars_for(max_model_len)
     if num_chars > limit:

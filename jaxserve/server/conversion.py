@@ -18,7 +18,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
 from jaxserve.server.anthropic.body import prepare_message
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
-from jaxserve.server.errors import model_not_found
+from jaxserve.server.errors import model_not_found, renamed_params
 from jaxserve.server.openai_responses.body import prepare_response
 from jaxserve.server.protocol import (
     ChatCompletionBody,
@@ -63,6 +63,11 @@ class ServingContext:
     max_model_len: int
     validator: Validator
     service: ServiceRules = field(default_factory=ServiceRules)
+
+    def check_model(self, name: str) -> None:
+        """Raises: ApiError: no such model is served."""
+        if name not in self.model_names:
+            raise model_not_found(name, self.model_names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +125,9 @@ def prepare(
     if endpoint == "/v1/completions":
         return _prepare_completion(decode_completion(data), context, caller)
     if endpoint == "/v1/chat/completions":
-        return prepare_chat(decode_chat(data), context, caller)
+        return _prepare_chat(decode_chat(data), context, caller)
     prepare_other = prepare_message if endpoint == "/v1/messages" else prepare_response
-    return prepare_other(data, lambda chat: prepare_chat(chat, context, caller))
+    return prepare_other(data, lambda chat: _prepare_chat(chat, context, caller))
 
 
 def _prepare_completion(body: CompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
@@ -195,7 +200,7 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
     )
 
 
-def prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
+def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Caller) -> PreparedRequest:
     model = _check_model(body, context)
     service = service_level(body, caller, context.service)
     n = _check_n(body)
@@ -237,8 +242,7 @@ def prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Call
 def _check_model(body: CommonFields, context: ServingContext) -> str:
     if body.model is None:
         raise InvalidRequestError("missing field 'model'", param="model", code="missing_field")
-    if body.model not in context.model_names:
-        raise model_not_found(body.model, context.model_names)
+    context.check_model(body.model)
     return body.model
 
 
@@ -257,14 +261,11 @@ def _check_num_logprobs(name: str, value: int | None) -> int | None:
 
 def _validate_chat(request: GenerationRequest, body: ChatCompletionBody, context: ServingContext) -> None:
     """The engine's own checks, with the parameters called what the client called them."""
-    try:
+    names = {"prompt": "messages"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with renamed_params(names):
         context.validator.validate(request)
-    except InvalidRequestError as error:
-        names = {"prompt": "messages"}
-        if body.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        error.param = names.get(error.param or "", error.param)
-        raise
 
 
 def _check_logprob_entries(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -134,3 +136,13 @@ def model_not_found(name: str, served: tuple[str, ...]) -> ApiError:
 def unsupported(param: str, message: str) -> InvalidRequestError:
     """A field of the OpenAI API that this server knows and does not honour."""
     return InvalidRequestError(message, param=param, code="unsupported_parameter")
+
+
+@contextmanager
+def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from within name a field as the client called it. `names`: by the name that they have there."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = names.get(error.param or "", error.param)
+        raise

@@ -40,6 +40,7 @@ class Operation:
       uploads: the body is a form with a file and its purpose.
       streams: the answer may be a stream of events.
       errors: statuses besides 401 and 500.
+      error: the type of their body; None: an object that is described elsewhere.
       is_open: needs no key.
     """
 
@@ -52,6 +53,7 @@ class Operation:
     streams: bool = False
     uploads: bool = False
     errors: tuple[int, ...] = ()
+    error: type[msgspec.Struct] | None = ErrorBody
     is_open: bool = False
 
 
@@ -83,6 +85,7 @@ OPERATIONS = (
         MessagesBody,
         streams=True,
         errors=_GENERATION,
+        error=None,
     ),
     Operation(
         "post",
@@ -91,12 +94,13 @@ OPERATIONS = (
         CountTokensBody,
         TokenCount,
         errors=(400, 404, 413),
+        error=None,
     ),
     Operation("post", "/tokenize", "Text to tokens.", TokenizeBody, Tokenized, errors=(400, 404, 413)),
     Operation("post", "/detokenize", "Tokens to text.", DetokenizeBody, Detokenized, errors=(400, 404, 413)),
     Operation("get", "/v1/models", "The models served."),
     Operation("get", "/v1/models/{name}", "One of them.", errors=(404,)),
-    Operation("get", "/health", "Can the process do its work?", errors=(503,), is_open=True),
+    Operation("get", "/health", "Can the process do its work?", errors=(503,), error=None, is_open=True),
     Operation("get", "/ready", "Would a request be taken now?", errors=(503,), is_open=True),
     Operation("get", "/metrics", "Prometheus metrics.", content_type="text/plain", is_open=True),
     Operation("get", "/version", "Of the server.", is_open=True),
@@ -114,8 +118,9 @@ def openapi_document(
       model_names: those that requests may use.
       has_keys: an API key is required.
     """
-    types: list[type[msgspec.Struct]] = [ErrorBody]
-    types += [kind for one in operations for kind in (one.body, one.answer) if kind is not None]
+    types: list[type[msgspec.Struct]] = [
+        kind for one in operations for kind in (one.error, one.body, one.answer) if kind is not None
+    ]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, refs, strict=True))
     for one in operations:
@@ -145,10 +150,7 @@ def _operation(
     if one.content_type != "application/json":
         answer = {"type": "string"}
     content: dict[str, Any] = {one.content_type: {"schema": answer}, **(_STREAM if one.streams else {})}
-    # /v1/messages has errors of its own, which are described elsewhere.
-    error = _ANY_OBJECT if one.path.startswith("/v1/messages") else schemas[ErrorBody]
-    if one.path == "/health":
-        error = _ANY_OBJECT
+    error = _ANY_OBJECT if one.error is None else schemas[one.error]
     statuses = sorted({*one.errors, 500, *([] if one.is_open or not has_keys else [401])})
     result: dict[str, Any] = {
         "summary": one.summary,

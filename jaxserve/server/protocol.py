@@ -17,6 +17,7 @@ vLLM gave them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -191,14 +192,14 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 def decode_completion(data: bytes) -> CompletionBody:
     """Decode and check a body by the rules above. Raises: InvalidRequestError."""
     body = decode(data, CompletionBody)
-    _refuse_unhonoured(body)
+    _check_unhonoured(body)
     return body
 
 
 def decode_chat(data: bytes) -> ChatCompletionBody:
     """Decode and check a body by the rules above. Raises: InvalidRequestError."""
     body = decode(data, ChatCompletionBody)
-    _refuse_unhonoured(body)
+    _check_unhonoured(body)
     return body
 
 
@@ -219,6 +220,24 @@ def decode[Body: msgspec.Struct](data: bytes, kind: type[Body]) -> Body:
         raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
 
 
+def refuse_unhonoured(
+    body: msgspec.Struct, names: Iterable[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Refuse known fields that are not honoured, except where they ask for nothing.
+
+    Args:
+      names: of such fields; `body` need not have all of them.
+      neutral: the values that ask for nothing, besides null.
+
+    Raises:
+      InvalidRequestError: `param` is the field.
+    """
+    for name in names:
+        value = getattr(body, name, None)
+        if value is not None and value not in neutral.get(name, ()):
+            raise unsupported(name, f"'{name}' is not supported by this server")
+
+
 def _field_error(message: str) -> InvalidRequestError:
     path_match = _PATH.search(message)
     path = path_match["path"] if path_match else ""
@@ -233,11 +252,8 @@ def _field_error(message: str) -> InvalidRequestError:
     return InvalidRequestError(where + text[0].lower() + text[1:], param=param or None, code="invalid_type")
 
 
-def _refuse_unhonoured(body: CommonFields) -> None:
-    for name in _UNHONOURED:
-        value = getattr(body, name, None)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
-            raise unsupported(name, f"'{name}' is not supported by this server")
+def _check_unhonoured(body: CommonFields) -> None:
+    refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise unsupported("best_of", "'best_of' other than 'n' is not supported by this server")
     options = body.stream_options

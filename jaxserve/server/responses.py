@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 class Usage:
     """Token counts of an answer so far; a prompt counts once, however many choices it has."""
 
-    num_prompts: int
     _prompt: dict[int, tuple[int, int]] = field(default_factory=dict)  # prompt -> (tokens, cached)
     _output: dict[int, int] = field(default_factory=dict)  # choice -> tokens
     _drafts: dict[int, tuple[int, int]] = field(default_factory=dict)  # choice -> (verified, accepted)
@@ -102,7 +101,7 @@ class PieceMaker:
         self._waiting: dict[int, list[RequestOutput]] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._num_chars: dict[int, int] = {}
-        self.usage = Usage(len(prepared.prompts))
+        self.usage = Usage()
 
     def pieces(self, output: RequestOutput) -> list[Piece]:
         """What an output adds; often one piece, none while its choice waits, more when it stops waiting.

@@ -38,19 +38,13 @@ class Caller:
     """What an HTTP request says outside of its body.
 
     Attributes:
-      api_key: as sent; "" where none was.
-      key_name: the name that this server knows it by; "" where it has no keys.
+      identity: whose share of the engine it takes, before users are told apart: the name that this server knows its
+        API key by, or the key as sent, where it has no keys; "" without either.
       targets: those of the headers.
     """
 
-    api_key: str = field(default="", repr=False)
-    key_name: str = ""
+    identity: str = field(default="", repr=False)
     targets: ServiceTargets = field(default_factory=ServiceTargets)
-
-    @property
-    def identity(self) -> str:
-        """Whose share of the engine it takes, before users are told apart."""
-        return self.key_name or self.api_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +75,13 @@ class ServiceLevel:
 
 
 def read_caller(headers: Mapping[str, str], key_name: str = "") -> Caller:
-    """Read an HTTP request's headers. Raises: InvalidRequestError: a target is none; `param` is the header's name."""
+    """Read an HTTP request's headers. Raises: InvalidRequestError: a target is none; `param` is the header's name.
+
+    Args:
+      key_name: the name that this server knows its API key by; "" where it has no keys.
+    """
     return Caller(
-        api_key=sent_key(headers),
-        key_name=key_name,
+        identity=key_name or sent_key(headers),
         targets=ServiceTargets(_header_seconds(headers, TTFT_HEADER), _header_seconds(headers, ITL_HEADER)),
     )
 

@@ -8,8 +8,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
-from jaxserve.server.errors import model_not_found, unsupported
-from jaxserve.server.protocol import ChatMessage, decode
+from jaxserve.server.protocol import ChatMessage, decode, refuse_unhonoured
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import ServingContext
@@ -65,10 +64,9 @@ class Detokenized(msgspec.Struct, kw_only=True):
 def tokenize(data: bytes, context: ServingContext) -> Tokenized:
     """Raises: InvalidRequestError, ApiError."""
     body = decode(data, TokenizeBody)
-    _check_model(body.model, context)
-    for name in ("tools", "chat_template"):
-        if getattr(body, name) not in (None, []):
-            raise unsupported(name, f"'{name}' is not supported by this server")
+    if body.model is not None:
+        context.check_model(body.model)
+    refuse_unhonoured(body, ("tools", "chat_template"), {"tools": ([],), "chat_template": ([],)})
     tokenizer, longest = context.tokenizer, context.max_model_len
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either 'prompt' or 'messages'", param="prompt")
@@ -85,19 +83,22 @@ def tokenize(data: bytes, context: ServingContext) -> Tokenized:
                 raise InvalidRequestError(f"'{name}' is for 'messages'", param=name)
         special = body.add_special_tokens is not False
         tokens = encode_text(body.prompt, tokenizer, longest, add_special_tokens=special)
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+    texts = None
+    if body.return_token_strs:
+        texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
     return Tokenized(
         count=len(tokens),
         max_model_len=longest,
         tokens=list(tokens),
-        token_strs=texts if body.return_token_strs else None,
+        token_strs=texts,
     )
 
 
 def detokenize(data: bytes, context: ServingContext) -> Detokenized:
     """Raises: InvalidRequestError, ApiError."""
     body = decode(data, DetokenizeBody)
-    _check_model(body.model, context)
+    if body.model is not None:
+        context.check_model(body.model)
     size = context.tokenizer.vocab_size
     for token in body.tokens:
         if not 0 <= token < size:
@@ -105,8 +106,3 @@ def detokenize(data: bytes, context: ServingContext) -> Detokenized:
                 f"there is no token {token}; ids go from 0 to {size - 1}", param="tokens"
             )
     return Detokenized(prompt=context.tokenizer.decode(body.tokens, skip_special_tokens=False))
-
-
-def _check_model(name: str | None, context: ServingContext) -> None:
-    if name is not None and name not in context.model_names:
-        raise model_not_found(name, context.model_names)

@@ -6,8 +6,7 @@ The rules of `jaxserve.server.protocol` hold here as well. Fields follow Anthrop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.chat_prompt import encode_conversation
-from jaxserve.server.errors import model_not_found, unsupported
-from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode
+from jaxserve.server.errors import renamed_params, unsupported
+from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest, ServingContext
@@ -133,7 +132,7 @@ def prepare_message(
 ) -> PreparedRequest:
     """Decode and check a body, and have the chat that it asks for prepared. Raises: InvalidRequestError, ApiError."""
     body = decode(data, MessagesBody)
-    _refuse_unhonoured(body)
+    refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
     if body.service_tier not in (None, "auto", "standard_only"):
         raise InvalidRequestError("service_tier must be 'auto' or 'standard_only'", param="service_tier")
     if body.max_tokens < 1:
@@ -144,7 +143,7 @@ def prepare_message(
     chat.stream = body.stream
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.user = None if body.metadata is None else body.metadata.user_id
-    with _own_names():
+    with renamed_params(_NAMES):
         prepared = prepare_chat(chat)
     return replace(
         prepared, endpoint="/v1/messages", response_id="msg_" + prepared.response_id.removeprefix("chatcmpl-")
@@ -160,10 +159,9 @@ class TokenCount(msgspec.Struct, kw_only=True):
 def count_tokens(data: bytes, context: ServingContext) -> TokenCount:
     """How many tokens the prompt of such a message has. Raises: InvalidRequestError, ApiError."""
     body = decode(data, CountTokensBody)
-    _refuse_unhonoured(body)
-    if body.model not in context.model_names:
-        raise model_not_found(body.model, context.model_names)
-    with _own_names():
+    refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
+    context.check_model(body.model)
+    with renamed_params(_NAMES):
         tokens = encode_conversation(_chat(body), context.tokenizer, context.max_model_len)
     return TokenCount(input_tokens=len(tokens))
 
@@ -207,20 +205,3 @@ def _text(where: str, content: str | list[TextBlock]) -> str:
                 raise unsupported(f"{path}.{name}", f"'{path}.{name}' is not supported by this server")
         texts.append(block.text)
     return "\n".join(texts)
-
-
-def _refuse_unhonoured(body: CountTokensBody) -> None:
-    for name in _UNHONOURED:
-        value = getattr(body, name, None)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
-            raise unsupported(name, f"'{name}' is not supported by this server")
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Errors about the chat name the fields of the message."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise

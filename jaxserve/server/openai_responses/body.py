@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import unsupported
-from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode
+from jaxserve.server.errors import renamed_params, unsupported
+from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest
@@ -150,10 +150,7 @@ def prepare_response(
 ) -> PreparedRequest:
     """Decode and check a body, and have the chat that it asks for prepared. Raises: InvalidRequestError, ApiError."""
     body = decode(data, ResponsesBody)
-    for name in _UNHONOURED:
-        value = getattr(body, name)
-        if value is not None and value not in _NEUTRAL.get(name, ()):
-            raise unsupported(name, f"'{name}' is not supported by this server")
+    refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
         raise InvalidRequestError(
             f"max_output_tokens must be at least 1, got {body.max_output_tokens}", param="max_output_tokens"
@@ -171,11 +168,8 @@ def prepare_response(
         service_tier=body.service_tier,
         user=body.user,
     )
-    try:
+    with renamed_params(_NAMES):
         prepared = prepare_chat(chat)
-    except InvalidRequestError as error:
-        error.param = _NAMES.get(error.param or "", error.param)
-        raise
     params = prepared.prompts[0].params
     return replace(
         prepared,
