@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import BatchBuilder, HostBatch
+from jaxserve.batch.flags import BatchFlag
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
@@ -30,6 +31,8 @@ from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.speculative.proposer import Proposer
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
+from jaxserve.structured_output.compiler import GrammarCompiler
+from jaxserve.structured_output.token_masks import TokenMasks
 from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -138,6 +141,9 @@ class EngineCore:
         self.host = host or HostSpace()
         self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
         self._output_processor = outputs or OutputProcessor(tokenizer)
+        vocab_size = model_config.vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, generation.eos_token_ids)
+        self._masks = TokenMasks(self._grammars, vocab_size)
         self._goodput = GoodputMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
@@ -184,6 +190,8 @@ class EngineCore:
         for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             if any(token >= vocab_size for token in ids):
                 raise InvalidRequestError(f"{name} ids must be in 0..{vocab_size - 1}", param=name)
+        if params.grammar is not None:
+            self._grammars.compile(params.grammar)
 
     def check_admission(self, request: GenerationRequest, now: float) -> None:
         """Refuse at once what `submit` would refuse because of load. Safe from any thread, also while a step runs,
@@ -217,6 +225,7 @@ class EngineCore:
             self._next_seed = self._seeds.getrandbits(64)
         promised = request.targets.ttft_seconds is not None and self.step_times.is_ready
         for sequence in sequences:
+            self._masks.start(sequence)
             self._output_processor.add(sequence, stream=request.stream)
             self._goodput.add(sequence, promised=promised)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
@@ -275,6 +284,8 @@ class EngineCore:
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
                 updates = self._scheduler.update_from_output(due.plan, result)
+                if self._masks.is_used:
+                    updates = [self._follow_grammar(update) for update in updates]
                 self._scheduler.note_first_tokens(updates, asked + waited)
                 self._goodput.tokens(updates, asked + waited)
                 self._lost.worked(updates)
@@ -320,6 +331,8 @@ class EngineCore:
         if not plan.scheduled:
             return None
         batch = self._builder.build(plan)
+        if batch.flags & BatchFlag.MASK:
+            batch = replace(batch, masks=self._masks.for_batch(batch))
         self._look_at_device()
         step = self._on_device(self._runner.launch, plan, batch)
         self._gap.launched(self._clock())
@@ -386,6 +399,22 @@ class EngineCore:
             self._scheduler.finish(request.request_id, FinishReason.ERROR)
             self._ended.append(RequestUpdate(request, [], error=reason))
 
+    def _follow_grammar(self, update: RequestUpdate) -> RequestUpdate:
+        """End a request whose output is complete, or can't be kept to its grammar."""
+        request, tokens = update.request, update.new_token_ids
+        complete = self._masks.accept(request.request_id, tokens)
+        if request.is_finished:
+            return update
+        if reason := self._masks.failure(request.request_id):
+            self._scheduler.finish(request.request_id, FinishReason.ERROR)
+            return RequestUpdate(request, tokens, update.logprobs, update.prompt_logprobs, reason)
+        if complete is None:
+            return update
+        num_output = request.num_output_tokens - len(tokens) + complete
+        self._scheduler.finish(request.request_id, FinishReason.STOP, num_output_tokens=num_output)
+        logprobs = update.logprobs and update.logprobs[:complete]
+        return RequestUpdate(request, tokens[:complete], logprobs, update.prompt_logprobs)
+
     def _count(self, done: _Launched) -> None:
         batch = done.batch
         self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, batch.num_rows)
@@ -410,6 +439,7 @@ class EngineCore:
         members, sequence_id = self._groups[group_id], _sequence_id(group_id, index)
         members.remove(sequence_id)
         self._lost.ended(sequence_id)
+        self._masks.forget(sequence_id)
         if self._proposer is not None:
             self._proposer.forget(sequence_id)
         if not members:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.structured_output.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -90,6 +91,8 @@ class SamplingParams:
       skip_special_tokens: leave special tokens out of the text.
       speculative_tokens: most draft tokens a step, where the engine speculates: None is as many as pay, a number is
         always that many, if there are so many; 0 is none. Tokens are the same in any case.
+      grammar: what the output must look like; it ends (`stop`) where nothing can follow, also with `ignore_eos`
+        and before `min_tokens`.
     """
 
     n: int = 1
@@ -112,6 +115,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative_tokens: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -266,7 +270,7 @@ class Request:
       num_planned_tokens: leading tokens whose KV entries are there once every planned step has run.
       num_pending_tokens: tokens that planned steps sample, and that nobody has read yet.
       awaits_result: nothing more of it is planned until the result of the step under way is known, because it
-        speculates.
+        speculates, or because its grammar decides by that what may follow.
       num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and those of them in its output.
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
       admitted_step: step of its latest admission; results of steps before it are stale.

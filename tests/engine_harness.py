@@ -100,7 +100,7 @@ class _ShiftedRunner:
             ),
             block_copies=tuple((source + by, destination + by) for source, destination in plan.block_copies),
         )
-        return model.runner.launch(shifted, self._builder.build(shifted))
+        return model.runner.launch(shifted, dataclasses.replace(self._builder.build(shifted), masks=batch.masks))
 
     def rebuild_state(self) -> None:
         raise AssertionError("a solo run failed at a step")

@@ -7,7 +7,7 @@ decode row of its own, behind that of its request's last token or of the draft b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,8 @@ class HostBatch:
       num_tokens: real tokens; the bucket's remainder is padding.
       flags: what the step as a whole needs.
       first_row: each one's first row of the batch (there are more where it has drafts); empty: it is its index.
+      masks: with BatchFlag.MASK: which tokens each row may have, packed as `unpack_mask` in `device.sampling` takes
+        them, uint32 [S, W]. Takes a while, so it is called when the device is at work. Once.
     """
 
     bucket: Bucket
@@ -47,6 +49,7 @@ class HostBatch:
     num_tokens: int
     flags: BatchFlag
     first_row: tuple[int, ...] = ()
+    masks: Callable[[], np.ndarray] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -134,6 +137,8 @@ class BatchBuilder:
             batch_flags |= BatchFlag.RANDOM
         if wanted & _PROCESSED:
             batch_flags |= BatchFlag.PROCESS_LOGITS
+        if wanted & RowFlag.MASK:
+            batch_flags |= BatchFlag.MASK
         if (table.logprobs_R[slots] & samples).any():
             batch_flags |= BatchFlag.LOGPROBS
         if first_row is not None:  # from here on by request

@@ -13,6 +13,7 @@ class RowFlag(enum.IntFlag):
     PENALTIES = 4
     LOGIT_BIAS = 8
     BAN_STOPS = 16  # min_tokens not reached: tokens that would end the request are out of the question
+    MASK = 64  # only tokens that the row's mask allows
     CONTINUES = 32  # its one token is the one sampled last for its row of state: the batch does not have it
 
 
@@ -23,3 +24,4 @@ class BatchFlag(enum.IntFlag):
     PROCESS_LOGITS = 2  # penalties, bias or banned stops
     LOGPROBS = 4
     PROMPT_LOGPROBS = 8
+    MASK = 16

@@ -87,6 +87,8 @@ def _flags(params: SamplingParams) -> RowFlag:
         flags |= RowFlag.PENALTIES
     if params.logit_bias:
         flags |= RowFlag.LOGIT_BIAS
+    if params.grammar is not None:
+        flags |= RowFlag.MASK
     return flags
 
 

@@ -47,6 +47,7 @@ from jaxserve.device.sampling import (
     ENTRY_STOP,
     ROW_CHUNK,
     Logprobs,
+    no_masks,
 )
 from jaxserve.device.step import StepOutput
 from jaxserve.device.step_parts import StepParams
@@ -149,6 +150,8 @@ class ModelRunner:
         )
         self._state = self._make_state()
         self._observe_logits = observe_logits
+        self._vocab_size = model.vocab_size
+        self._all_allowed: dict[int, jax.Array] = {}  # masks for steps that need none, by S
         self._maker = maker
         self._executables: ExecutableSet[ProgramKey] = ExecutableSet(self._maker, self._on_ready)
         self._compile_counter = CompileCounter()
@@ -232,11 +235,20 @@ class ModelRunner:
                     self._load_row(row.request)
             step, packed = self._executables[batch.bucket], jax.device_put(batch.packed)
             self._follow(batch.bucket, packed)
-            self._state, output = step(self._params, self._state, packed)
+            self._state, output = step(self._params, self._state, packed, lambda: self._masks_of(batch))
         # Not when they are asked for: by then the next step may be in the way.
         for array in jax.tree.leaves(_wanted(output, batch.flags)):
             array.copy_to_host_async()
         return LaunchedStep(batch, output)
+
+    def _masks_of(self, batch: HostBatch) -> jax.Array:
+        """Which tokens each row may have, on the device: uint32 [S, W]."""
+        if batch.masks is not None:
+            return jax.device_put(batch.masks())
+        seqs = batch.bucket.seqs
+        if seqs not in self._all_allowed:
+            self._all_allowed[seqs] = jax.device_put(no_masks(seqs, self._vocab_size))
+        return self._all_allowed[seqs]
 
     def can_draft(self, bucket: Bucket) -> bool:
         """Whether the programs for drafting in this shape are ready."""
@@ -303,7 +315,7 @@ class ModelRunner:
         self._maker.stop()
         self._executables.close()
         self._maker.close()
-        _delete((self._params, self._draft_params, self._state))
+        _delete((self._params, self._draft_params, self._state, self._all_allowed))
 
     def _on_ready(self, key: ProgramKey) -> None:
         if isinstance(key, Bucket):

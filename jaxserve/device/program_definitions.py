@@ -23,8 +23,8 @@ from jaxserve.device.draft import DraftParts, Moving, draft_parts, draft_step, f
 from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
 from jaxserve.device.products import choose_products
-from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
-from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_step, step_parts
+from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row, mask_words
+from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_whole_step, step_parts
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
 from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
@@ -227,9 +227,11 @@ def _define(
 
 
 def whole_step(programs: Programs, bucket: Bucket) -> Definition:
-    arguments = (programs.params, programs.state, _ints(packed_size(bucket)))
+    allowed_SW = _masks(bucket, programs.state)
+    arguments = (programs.params, programs.state, _ints(packed_size(bucket)), allowed_SW)
     result = (programs.state, StepOutput.structure(keep_logits=programs.keep_logits))
-    return _define(str(bucket), partial(serve_step, programs.parts(bucket)), (1,), arguments, result=result)
+    function = partial(serve_whole_step, programs.parts(bucket))
+    return _define(str(bucket), function, (1,), arguments, result=result)
 
 
 def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
@@ -248,7 +250,8 @@ def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
     def sample_arguments() -> tuple[Any, ...]:
         batch, _, _ = begun()
         hidden_SD, _, _ = selected()
-        return params.ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags
+        drawn = (state.sampling, state.last_token_ids_R)
+        return params.ends, *drawn, hidden_SD, batch.sampling, batch.flags, _masks(bucket, state)
 
     def score_arguments() -> tuple[Any, ...]:
         batch, _, _ = begun()
@@ -269,7 +272,7 @@ def parts_of_step(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
             f"S{bucket.seqs}.sample",
             parts.sample,
             (1, 2),
-            (params.ends, state.sampling, leaf, leaf, SamplingRows.structure(), leaf),
+            (params.ends, state.sampling, leaf, leaf, SamplingRows.structure(), leaf, leaf),
             result=(state.sampling, leaf, Sampled.structure(keep_logits=programs.keep_logits)),
             arguments=sample_arguments,
         ),
@@ -412,6 +415,13 @@ def state_program(programs: Programs, key: str) -> Definition:
     values = jax.ShapeDtypeStruct((ROW_CHUNK,), jnp.float32)
     entries = (state.sampling, _ints(), _ints(), _ints(ROW_CHUNK), _ints(ROW_CHUNK), values)
     return _define(key, load_row, (0,), entries, result=state.sampling)
+
+
+def _masks(bucket: Bucket, state: DeviceState) -> jax.ShapeDtypeStruct:
+    """allowed_SW of `sampling.sample`."""
+    like = state.sampling.token_info_RV
+    shape = (bucket.seqs, mask_words(like.shape[-1]))
+    return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=like.sharding)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

@@ -3,8 +3,8 @@
 A row's token is a function of that row's logits, its parameters, its own history and its key. Nothing is drawn or
 sorted across rows, and every optional part leaves rows that did not ask for it untouched, bit for bit.
 
-Order, for rows that ask: repetition, frequency and presence penalties, logit bias, banned stop tokens; then
-temperature, top-k, top-p (mass of what top-k kept), min-p; then one draw by the Gumbel-max rule
+Order, for rows that ask: repetition, frequency and presence penalties, logit bias, banned stop tokens; then the mask
+of a grammar; then temperature, top-k, top-p (mass of what top-k kept), min-p; then one draw by the Gumbel-max rule
 (arXiv 1611.01144). Noise is indexed by token id, so filters and batch mates can't shift it.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxserve.batch.flags import BatchFlag, RowFlag
@@ -110,6 +111,7 @@ def sample(
     rows: SamplingRows,
     batch_flags: jax.Array,
     state: SamplingState,
+    allowed_SW: jax.Array | None = None,
     *,
     rows_at_once: int,
 ) -> tuple[jax.Array, jax.Array]:
@@ -117,6 +119,8 @@ def sample(
 
     Args:
       logits_SV: float32.
+      allowed_SW: uint32, see `unpack_mask`; read with BatchFlag.MASK, by rows with RowFlag.MASK. None: masks are
+        left aside, for guesses that need not keep to them.
       rows_at_once: rows the random path works on together: 1 keeps a row in a CPU's cache, all of them suit a GPU.
 
     Returns:
@@ -128,6 +132,12 @@ def sample(
         lambda: _process(logits_SV, rows, state),
         lambda: logits_SV,
     )
+    if allowed_SW is not None:
+        processed_SV = lax.cond(
+            (batch_flags & BatchFlag.MASK) != 0,
+            lambda: _mask(processed_SV, allowed_SW, rows),
+            lambda: processed_SV,
+        )
     greedy_S = argmax(processed_SV)
     token_S = lax.cond(
         (batch_flags & BatchFlag.RANDOM) != 0,
@@ -202,6 +212,35 @@ def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> 
     out = jnp.where(wants(RowFlag.LOGIT_BIAS), out + state.logit_bias_RV[rows.state_rows_S], out)
     banned = wants(RowFlag.BAN_STOPS) & ((info_SV & _STOP_BIT) != 0)
     return jnp.where(banned, _EXCLUDED, out)
+
+
+def mask_words(vocab_size: int) -> int:
+    """W: words that hold a bit a token."""
+    return -(-vocab_size // 32)
+
+
+def no_masks(num_rows: int, vocab_size: int) -> np.ndarray:
+    """allowed_SW that allows everything."""
+    return np.full((num_rows, mask_words(vocab_size)), 2**32 - 1, np.uint32)
+
+
+def unpack_mask(allowed_SW: jax.Array, vocab_size: int) -> jax.Array:
+    """Bool [S, V]: bit i of word w stands for token 32 w + i."""
+    bits_SW32 = (allowed_SW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits_SW32.reshape(allowed_SW.shape[0], -1)[:, :vocab_size] != 0
+
+
+def _mask(logits_SV: jax.Array, allowed_SW: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Exclude what the rows' masks do not allow.
+
+    Where a mask leaves nothing but tokens that are banned by now (min_tokens), it counts and the ban does not.
+    """
+    allowed_SV = unpack_mask(allowed_SW, logits_SV.shape[-1])
+    wants_S1 = ((rows.flags_S & RowFlag.MASK) != 0)[:, None]
+    banned_SV = allowed_SV & (logits_SV <= _EXCLUDED)
+    only_banned_S1 = (allowed_SV == banned_SV).all(-1, keepdims=True)
+    masked = jnp.where(allowed_SV, jnp.where(only_banned_S1, 0.0, logits_SV), _EXCLUDED)
+    return jnp.where(wants_S1, masked, logits_SV)
 
 
 def _count_drafts(count_SV: jax.Array, rows: SamplingRows) -> jax.Array:

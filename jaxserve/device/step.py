@@ -1,4 +1,4 @@
-"""serve_step: (params, state, packed batch) -> (state, output), and the parts that it is made of. Pure."""
+"""serve_step: (params, state, packed batch, masks) -> (state, output), and the parts that it is made of. Pure."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ def sample_step(
     hidden_SD: jax.Array,
     rows: SamplingRows,
     flags: jax.Array,
+    allowed_SW: jax.Array,
     *,
     deterministic: bool = False,
     keep_logits: bool = False,
@@ -174,6 +175,7 @@ def sample_step(
     """Logits, and one sampled token for each row.
 
     Args:
+      allowed_SW: see `sampling.sample`.
       rows_at_once: see `sampling.sample`.
       deterministic: logprobs have the same bits whatever the bucket is. (Model and attention have such flags of
         their own, and sampling needs none with `rows_at_once` 1.)
@@ -182,7 +184,9 @@ def sample_step(
     with jax.named_scope("logits"):
         logits_SV = nnx.merge(model.ends, ends).compute_logits(hidden_SD)
     with jax.named_scope("sample"):
-        token_S, finite_S = sample(logits_SV, rows, flags, sampling, rows_at_once=rows_at_once)
+        token_S, finite_S = sample(
+            logits_SV, rows, flags, sampling, allowed_SW, rows_at_once=rows_at_once
+        )
         accepted_S = accepted_rows(token_S, rows)
         sampling = count_tokens(sampling, rows, token_S, accepted_S)
     with jax.named_scope("logprobs"):
@@ -273,16 +277,31 @@ def step_parts(
 
 
 def serve_step(
-    parts: StepParts, params: StepParams, state: DeviceState, packed: jax.Array
+    parts: StepParts,
+    params: StepParams,
+    state: DeviceState,
+    packed: jax.Array,
+    allowed: Callable[[], jax.Array],
 ) -> tuple[DeviceState, StepOutput]:
     """One forward pass over a packed batch, and one sampled token for each row.
 
     Called with functions for parts inside a program, or with programs for parts outside of any.
+
+    Args:
+      packed: int32 vector, see `batch.layout`.
+      allowed: gives uint32 [S, W], see `sampling.sample`; asked once the layers have been launched.
     """
     batch, x_TD, shared = parts.begin(params.ends, state.last_token_ids_R, packed)
     cache, x_TD = run_layers(parts.layers, params, state.kv_cache, x_TD, shared, batch)
-    sampling, last_token_ids_R, output = finish_step(parts, params.ends, state, x_TD, batch)
+    sampling, last_token_ids_R, output = finish_step(parts, params.ends, state, x_TD, batch, allowed)
     return DeviceState(cache, sampling, last_token_ids_R), output
+
+
+def serve_whole_step(
+    parts: StepParts, params: StepParams, state: DeviceState, packed: jax.Array, allowed_SW: jax.Array
+) -> tuple[DeviceState, StepOutput]:
+    """`serve_step` as one function of arrays."""
+    return serve_step(parts, params, state, packed, lambda: allowed_SW)
 
 
 def run_layers(
@@ -307,12 +326,17 @@ def run_layers(
 
 
 def finish_step(
-    parts: StepParts, ends: nnx.State, state: DeviceState, x_TD: jax.Array, batch: ForwardBatch
+    parts: StepParts,
+    ends: nnx.State,
+    state: DeviceState,
+    x_TD: jax.Array,
+    batch: ForwardBatch,
+    allowed: Callable[[], jax.Array],
 ) -> tuple[SamplingState, jax.Array, StepOutput]:
     """What comes after the layers: (sampling state, last_token_ids_R, output)."""
     hidden_SD, hidden_PD, targets_P = parts.select(ends, x_TD, batch)
     sampling, last_token_ids_R, sampled = parts.sample(
-        ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags
+        ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags, allowed()
     )
     prompt_logprobs = parts.score(ends, hidden_PD, targets_P, batch.flags)
     return sampling, last_token_ids_R, StepOutput(sampled, prompt_logprobs)

@@ -68,7 +68,7 @@ class StepParts:
       begin: (ends, last_token_ids_R, packed) -> (batch, x_TD, shared).
       layers: (layer, cache of one layer, x_TD, shared, batch) -> (cache, x_TD), for each.
       select: (ends, x_TD, batch) -> (hidden_SD, hidden_PD, targets_P).
-      sample: (ends, sampling state, last_token_ids_R, hidden_SD, sampling rows, flags)
+      sample: (ends, sampling state, last_token_ids_R, hidden_SD, sampling rows, flags, allowed_SW)
         -> (sampling state, last_token_ids_R, sampled); knows S alone.
       score: (ends, hidden_PD, targets_P, flags) -> logprobs; knows P alone.
     """

@@ -329,9 +329,9 @@ class BaseScheduler:
                     output += accepted
                 request.num_pending_tokens -= 1
                 num_accepted += len(accepted)
+                request.awaits_result = False
                 if speculates:
                     self._drafts.verified(request, drafts, sampled, len(accepted))
-                    request.awaits_result = False
                 if drafts:  # of which one less is in the output than tokens came
                     computed += max(len(accepted), 1) - 1 - len(drafts)
                     request.num_planned_tokens = computed
@@ -521,8 +521,8 @@ class BaseScheduler:
         end = request.num_planned_tokens = start + num_tokens
         samples = end == len(request.prompt_token_ids) + len(request.output_token_ids) + pending
         request.num_pending_tokens = pending + samples
-        if samples and self._drafts.most:
-            request.awaits_result = self._drafts.limit(request) > 0
+        if samples and (self._drafts.most or request.params.grammar is not None):
+            request.awaits_result = request.params.grammar is not None or self._drafts.limit(request) > 0
         slot = request.slot
         assert slot is not None
         return ScheduledRequest(

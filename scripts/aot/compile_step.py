@@ -13,7 +13,8 @@ from jaxserve.batch.layout import packed_size
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.deviceless import target_sharding
 from jaxserve.device.program_definitions import describe_programs
-from jaxserve.device.step import DeviceState, serve_step
+from jaxserve.device.sampling import mask_words
+from jaxserve.device.step import DeviceState, serve_whole_step
 from jaxserve.device.targets import TARGETS
 from pallas_kernels.paged_attention import AttentionSpec, resolve_backend
 from scripts.aot import hlo
@@ -49,10 +50,11 @@ def compile_step(case: StepCase) -> tuple[Compiled, StepFacts]:
     )
     bucket = Bucket(case.tokens, case.seqs, config.max_blocks_per_seq)
     packed = jax.ShapeDtypeStruct((packed_size(bucket),), jnp.int32)
+    masks = jax.ShapeDtypeStruct((case.seqs, mask_words(model.vocab_size)), jnp.uint32)
     compiled = compile_for(
         target,
-        partial(serve_step, programs.parts(bucket)),
-        (programs.params, programs.state, packed),
+        partial(serve_whole_step, programs.parts(bucket)),
+        (programs.params, programs.state, packed, masks),
         donate=(1,),
     )
     return compiled, _facts(compiled, programs.state)

@@ -17,8 +17,8 @@ from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
 from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import describe_programs
-from jaxserve.device.sampling import init_state
-from jaxserve.device.step import DeviceState, serve_step
+from jaxserve.device.sampling import init_state, no_masks
+from jaxserve.device.step import DeviceState, serve_whole_step
 from scripts.gpu.jobs import Case, CheckFailedError
 from scripts.gpu.measure import median_seconds
 from scripts.gpu.random_model import draw_weights, model_config, resolved_config
@@ -62,7 +62,7 @@ class _Step:
         )
         self._params = fill_params(programs.params, weights)
         self._bucket = Bucket(batch, batch, config.max_blocks_per_seq)
-        self._step = jax.jit(partial(serve_step, programs.parts(self._bucket)), donate_argnums=1)
+        self._step = jax.jit(partial(serve_whole_step, programs.parts(self._bucket)), donate_argnums=1)
         self._state = DeviceState(
             _random_cache(model, config, self._num_blocks),
             init_state(batch + 1, model.vocab_size),
@@ -71,9 +71,10 @@ class _Step:
 
     def time(self, case: Case) -> dict[str, Any]:
         packed = jax.device_put(_decode_batch(self._bucket, case["context"], self._config, self._model))
+        masks = jax.device_put(no_masks(self._bucket.seqs, self._model.vocab_size))
 
         def call() -> Any:
-            self._state, output = self._step(self._params, self._state, packed)
+            self._state, output = self._step(self._params, self._state, packed, masks)
             return output
 
         taken = median_seconds(call, jax.block_until_ready)

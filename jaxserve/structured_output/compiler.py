@@ -1,0 +1,109 @@
+"""Grammars compiled for a model's vocabulary, and kept while they are in use."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.structured_output.grammar import Grammar, GrammarKind
+from jaxserve.tokenizer import Tokenizer
+
+_KEPT = 64  # compiled grammars
+_ERROR_CHARS = 300
+# Between the parts of JSON: enough for deep indentation, and an end for a model that would go on with newlines forever.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+
+
+class GrammarCompiler:
+    """One engine's. Safe from any thread; compiling releases the interpreter lock.
+
+    Args:
+      vocab_size: V of the model's logits.
+      eos_token_ids: what may come where a grammar may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
+        self._lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the beginning, of the caller's own.
+
+        Raises:
+          InvalidRequestError: the grammar is none, is too complex, or can't be had with this model.
+        """
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._compiled.move_to_end(grammar)
+                return known.deep_copy()
+            vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
+        matcher = LLMatcher(
+            vocabulary, _source(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
+        if matcher.is_error():
+            raise _invalid(grammar, matcher.get_error())
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise InvalidRequestError(
+                "this model has no end-of-sequence token, so no output of it can keep to a grammar",
+                param="grammar",
+            )
+        return LLTokenizer(
+            TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids[0])),
+            eos_token=self._eos_token_ids,
+        )
+
+
+class _Vocabulary:
+    """A tokenizer as `TokenizerWrapper` wants it: token bytes are those that outputs are made of."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = sorted(i for i in tokenizer.special_token_ids if i < vocab_size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+
+def _source(grammar: Grammar) -> str:
+    """In llguidance's own form."""
+    try:
+        if grammar.kind is GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
+            )
+        if grammar.kind is GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        if grammar.kind is GrammarKind.CHOICE:
+            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+        return LLMatcher.grammar_from_lark(grammar.text)
+    except ValueError as error:
+        raise _invalid(grammar, str(error)) from None
+
+
+def _invalid(grammar: Grammar, reason: str) -> InvalidRequestError:
+    what = grammar.kind.value.replace("_", " ")
+    short = reason if len(reason) <= _ERROR_CHARS else reason[:_ERROR_CHARS] + "..."
+    return InvalidRequestError(f"the {what} can't be used: {short}", param="grammar", code="invalid_grammar")

@@ -1,0 +1,87 @@
+"""Where the outputs under way stand in their grammars, and which tokens they may go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from jaxserve.batch.builder import HostBatch
+from jaxserve.request import Request
+from jaxserve.structured_output.compiler import GrammarCompiler
+
+
+class TokenMasks:
+    """One engine's; for its thread alone.
+
+    A request keeps its place through preemption and failed steps: places follow the tokens of its output, and nothing
+    on the device.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
+        self._compiler = compiler
+        self._num_words = -(-vocab_size // 32)
+        self._matchers: dict[str, LLMatcher] = {}
+        self._executor: LLExecutor | None = None
+
+    def start(self, request: Request) -> None:
+        """Follow a request's output, if it has a grammar. Raises: InvalidRequestError."""
+        if request.params.grammar is not None:
+            self._matchers[request.request_id] = self._compiler.compile(request.params.grammar)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._matchers.pop(request_id, None)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any request is followed."""
+        return bool(self._matchers)
+
+    def accept(self, request_id: str, token_ids: list[int]) -> int | None:
+        """Take in new tokens of an output.
+
+        Returns:
+          After how many of them the output is complete, so that nothing can follow; None: it may go on.
+        """
+        matcher = self._matchers.get(request_id)
+        if matcher is None:
+            return None
+        for count, token in enumerate(token_ids, start=1):
+            if not matcher.consume_token(token):
+                return None  # `failure` says why
+            if matcher.is_stopped():
+                return count
+        return None
+
+    def failure(self, request_id: str) -> str | None:
+        """Why a request can't go on: its grammar has become too complex."""
+        matcher = self._matchers.get(request_id)
+        if matcher is None or not matcher.is_error():
+            return None
+        return f"the output can't be kept to its grammar: {matcher.get_error()}"
+
+    def for_batch(self, batch: HostBatch) -> Callable[[], np.ndarray]:
+        """What computes the masks of a batch's rows: uint32 [S, W], a bit a token."""
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for at, row in enumerate(batch.rows):
+            if row.samples and (matcher := self._matchers.get(row.request_id)) is not None:
+                first = batch.first_row[at] if batch.first_row else at
+                if row.draft_token_ids:
+                    drafted.append((matcher, first, list(row.draft_token_ids)))
+                else:
+                    plain.append((matcher, first))
+
+        def compute() -> np.ndarray:
+            masks = np.full((batch.bucket.seqs, self._num_words), -1, np.int32)
+            self._executor = self._executor or LLExecutor()
+            if plain:
+                fill_next_token_bitmask_par(self._executor, plain, masks)
+            if drafted:  # rows behind a draft that does not fit stay open: what they sample is not accepted
+                fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+            return masks.view(np.uint32)
+
+        return compute
