@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig as EngineConfig
+    from jaxserve.grammar import Grammar as Grammar
+    from jaxserve.grammar import GrammarKind as GrammarKind
     from jaxserve.llm import LLM as LLM
     from jaxserve.llm import ChoiceOutput as ChoiceOutput
     from jaxserve.llm import Completion as Completion
@@ -24,12 +26,16 @@ _PUBLIC = {
     "ServiceClass": "jaxserve.request",
     "ServiceTargets": "jaxserve.request",
     "EngineConfig": "jaxserve.config",
+    "Grammar": "jaxserve.grammar",
+    "GrammarKind": "jaxserve.grammar",
 }
 __all__ = [
     "LLM",
     "ChoiceOutput",
     "Completion",
     "EngineConfig",
+    "Grammar",
+    "GrammarKind",
     "SamplingParams",
     "ServiceClass",
     "ServiceTargets",

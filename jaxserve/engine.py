@@ -111,6 +111,7 @@ class EngineCore:
         builder: BatchBuilder | None = None,
         proposer: Proposer | None = None,
         outputs: Outputs | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.model_name = model_name
         self.config = config
@@ -142,7 +143,7 @@ class EngineCore:
         self._scheduler = create_scheduler(config, num_blocks, self.step_times, self.host)
         self._output_processor = outputs or OutputProcessor(tokenizer)
         vocab_size = model_config.vocab_size
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, generation.eos_token_ids)
+        self._grammars = grammars or GrammarCompiler(tokenizer, vocab_size, generation.eos_token_ids)
         self._masks = TokenMasks(self._grammars, vocab_size)
         self._goodput = GoodputMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
@@ -283,6 +284,7 @@ class EngineCore:
                 waited = self._clock() - asked
                 if launched is due or launched is None:
                     self._gap.busy(asked + waited)
+                result.failed.update(self._masks.take_failures())
                 updates = self._scheduler.update_from_output(due.plan, result)
                 if self._masks.is_used:
                     updates = [self._follow_grammar(update) for update in updates]
@@ -400,15 +402,10 @@ class EngineCore:
             self._ended.append(RequestUpdate(request, [], error=reason))
 
     def _follow_grammar(self, update: RequestUpdate) -> RequestUpdate:
-        """End a request whose output is complete, or can't be kept to its grammar."""
+        """End a request whose output is complete."""
         request, tokens = update.request, update.new_token_ids
         complete = self._masks.accept(request.request_id, tokens)
-        if request.is_finished:
-            return update
-        if reason := self._masks.failure(request.request_id):
-            self._scheduler.finish(request.request_id, FinishReason.ERROR)
-            return RequestUpdate(request, tokens, update.logprobs, update.prompt_logprobs, reason)
-        if complete is None:
+        if complete is None or request.is_finished:
             return update
         num_output = request.num_output_tokens - len(tokens) + complete
         self._scheduler.finish(request.request_id, FinishReason.STOP, num_output_tokens=num_output)

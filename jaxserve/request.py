@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.structured_output.grammar import Grammar
+from jaxserve.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64

@@ -30,6 +30,7 @@ from jaxserve.device.attention import choose_attention
 from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.model_runner import LaunchedStep, ModelRunner
 from jaxserve.engine import EngineCore
+from jaxserve.grammar import Grammar, GrammarKind
 from jaxserve.models.random_weights import init_random
 from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.progress import NullProgress
@@ -38,6 +39,7 @@ from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import SchedulerOutput
 from jaxserve.speculative.device_proposer import DeviceProposer
 from jaxserve.speculative.proposer import Proposer
+from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.tokenizer import Tokenizer
 
 NEAR_TIE = 1e-4  # between the two best logits: rounding alone may swap them
@@ -69,6 +71,14 @@ DEMO_OPTIONS = EngineConfig(
     dtype="float32", max_model_len=512, max_num_seqs=4, max_num_batched_tokens=32, block_size=16
 )
 VOCAB = TINY_MODEL.vocab_size
+COLOURED = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"enum": ["red", "green"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+WORDS = r"(ab|cde){4,6}\.[x-z]{2}"
+CHOICES = ("a red apple", "a green pear", "nothing at all")
 
 
 class _ShiftedRunner:
@@ -100,7 +110,9 @@ class _ShiftedRunner:
             ),
             block_copies=tuple((source + by, destination + by) for source, destination in plan.block_copies),
         )
-        return model.runner.launch(shifted, dataclasses.replace(self._builder.build(shifted), masks=batch.masks))
+        return model.runner.launch(
+            shifted, dataclasses.replace(self._builder.build(shifted), masks=batch.masks)
+        )
 
     def rebuild_state(self) -> None:
         raise AssertionError("a solo run failed at a step")
@@ -126,7 +138,13 @@ class ServedModel:
     buckets: ShapeBuckets
     num_blocks: int
     host: HostSpace
+    grammars: GrammarCompiler = field(init=False)
     _solos: dict[str, dict[int, Outcome]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(
+            self.tokenizer, self.model_config.vocab_size, self.generation.eos_token_ids
+        )
 
     def engine(
         self,
@@ -137,6 +155,7 @@ class ServedModel:
         clock: Callable[[], float] = time.monotonic,
         proposer: Proposer | None = None,
         drafts: bool = False,
+        grammars: GrammarCompiler | None = None,
         **changes: Any,
     ) -> EngineCore:
         """A new engine; `changes` are fields of the configuration that only the host knows, none beyond the model's.
@@ -172,6 +191,7 @@ class ServedModel:
             host=HostSpace(num_host_blocks, self.host.block_bytes),
             clock=clock,
             proposer=proposer,
+            grammars=grammars or self.grammars,
         )
 
     def solo(self, request: GenerationRequest) -> dict[int, Outcome]:
@@ -425,6 +445,9 @@ def mixed_requests(model: ServedModel, prefix: str = "") -> list[GenerationReque
         ask(name("stop"), plain.prompt_token_ids, 40, stop=(stop_text,), logprobs=1),
         ask(name("n2"), 26, 18, n=2, seed=9, **sampled),
         ask(name("n3"), shared[:40], 12, n=3, seed=10, frequency_penalty=1.0, temperature=1.2),
+        ask(name("json"), 21, 40, grammar=Grammar.json_schema(COLOURED), logprobs=1),
+        ask(name("regex"), 14, 30, seed=11, grammar=Grammar(GrammarKind.REGEX, WORDS), **sampled),
+        ask(name("choice"), 10, 12, n=2, seed=12, min_tokens=9, grammar=Grammar.choice(CHOICES), **sampled),
         ask(name("shared"), [*shared, 5000], 12),
         ask(name("scored"), [*shared, 6000, 6001], 9, prompt_logprobs=2, logprobs=3),
     ]

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PLAIN_DATA = {
     "errors",
     "config",
+    "grammar",
     "request",
     "outputs",
     "stats",
@@ -37,6 +38,7 @@ ENGINE = (
         "checkpoint",
         "device",
         "speculative",
+        "structured_output",
         "output_processor",
         "host_gap",
         "lost_steps",
@@ -46,7 +48,8 @@ ENGINE = (
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors", "request"},
-    "request": {"errors"},
+    "grammar": {"errors"},
+    "request": {"errors", "grammar"},
     "outputs": {"request"},
     "stats": {"request"},
     "host_gap": set(),
@@ -65,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "output_processor": PLAIN_DATA | TEXT,
     "checkpoint": PLAIN_DATA | TEXT | {"models"},
     "speculative": PLAIN_DATA | {"scheduler", "batch"},
+    "structured_output": PLAIN_DATA | TEXT | {"batch"},
     "device": PLAIN_DATA | {"scheduler", "batch", "models", "speculative"},
     "engine": ENGINE,
     "engine_setup": ENGINE,
@@ -95,7 +99,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__init__",
     },
     "__main__": {"cli"},
-    "__init__": {"config", "request", "llm"},
+    "__init__": {"config", "grammar", "request", "llm"},
 }
 
 

@@ -184,9 +184,7 @@ def sample_step(
     with jax.named_scope("logits"):
         logits_SV = nnx.merge(model.ends, ends).compute_logits(hidden_SD)
     with jax.named_scope("sample"):
-        token_S, finite_S = sample(
-            logits_SV, rows, flags, sampling, allowed_SW, rows_at_once=rows_at_once
-        )
+        token_S, finite_S = sample(logits_SV, rows, flags, sampling, allowed_SW, rows_at_once=rows_at_once)
         accepted_S = accepted_rows(token_S, rows)
         sampling = count_tokens(sampling, rows, token_S, accepted_S)
     with jax.named_scope("logprobs"):

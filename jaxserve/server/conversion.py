@@ -27,6 +27,7 @@ from jaxserve.server.protocol import (
     decode_chat,
     decode_completion,
 )
+from jaxserve.server.response_format import read_grammar
 from jaxserve.server.service_level import Caller, ServiceLevel, ServiceRules, service_level
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo_logprobs and body.prompt_logprobs is None else body.prompt_logprobs,
     )
+    grammar, form = read_grammar(body.response_format, body.structured_outputs)
+    params = dataclasses.replace(params, grammar=grammar)
     prompts = _split_prompts(body)
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(
@@ -171,8 +174,9 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
         )
     response_id = f"cmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, service, response_id, token_ids, params)
-    for request in requests:
-        context.validator.validate(request)
+    with renamed_params({"grammar": form}):
+        for request in requests:
+            context.validator.validate(request)
     _check_logprob_entries(requests, context, copies_of_prompt=n if echo_logprobs else 1)
     echo_texts = None
     if body.echo:
@@ -218,10 +222,12 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Cal
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
     )
+    grammar, form = read_grammar(body.response_format, body.structured_outputs)
+    params = dataclasses.replace(params, grammar=grammar)
     token_ids = encode_conversation(body, context.tokenizer, context.max_model_len)
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, service, response_id, [token_ids], params)
-    _validate_chat(requests[0], body, context)
+    _validate_chat(requests[0], body, context, form)
     _check_logprob_entries(requests, context, copies_of_prompt=1)
     return PreparedRequest(
         endpoint="/v1/chat/completions",
@@ -259,9 +265,15 @@ def _check_num_logprobs(name: str, value: int | None) -> int | None:
     return value
 
 
-def _validate_chat(request: GenerationRequest, body: ChatCompletionBody, context: ServingContext) -> None:
-    """The engine's own checks, with the parameters called what the client called them."""
-    names = {"prompt": "messages"}
+def _validate_chat(
+    request: GenerationRequest, body: ChatCompletionBody, context: ServingContext, form: str
+) -> None:
+    """The engine's own checks, with the parameters called what the client called them.
+
+    Args:
+      form: the name of the field that asks for a grammar.
+    """
+    names = {"prompt": "messages", "grammar": form}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     with renamed_params(names):

@@ -24,6 +24,7 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import unsupported
+from jaxserve.server.response_format import ResponseFormat, StructuredOutputs
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -44,6 +45,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       prompt_logprobs: report logprobs of the prompt's tokens as well.
       cache_salt: only requests with an equal salt share cached prompt beginnings.
       service_tier, priority, user, slo_ttft_ms, slo_itl_ms: how it is served, see `jaxserve.server.service_level`.
+      response_format, structured_outputs: what the answer must look like, see `jaxserve.server.response_format`.
       return_token_ids: add the token ids of prompt and choices to the answer.
       temperature, top_p, top_k, repetition_penalty: absent, the model's generation defaults decide, then 1, 1, 0, 1.
     """
@@ -77,6 +79,8 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     slo_itl_ms: float | None = None
     return_token_ids: bool | None = None
     speculative_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Labels without effect.
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -146,7 +150,6 @@ class ChatCompletionBody(CommonFields, kw_only=True):
     parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     audio: Any = None
     modalities: Any = None
     prediction: Any = None
@@ -163,7 +166,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 _UNHONOURED = (
@@ -174,7 +176,6 @@ _UNHONOURED = (
     "parallel_tool_calls",
     "functions",
     "function_call",
-    "response_format",
     "audio",
     "modalities",
     "prediction",

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.structured_output.grammar import Grammar, GrammarKind
+from jaxserve.grammar import Grammar, GrammarKind
 from jaxserve.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
 _ERROR_CHARS = 300
+_CONTROL = re.compile("[\x7f-\x9f]")
+# A mask takes 0.1 to 0.5 ms as a rule. What would take half a second is too complex.
+_LIMITS = LLParserLimits(initial_lexer_fuel=500_000, step_lexer_fuel=50_000, verbose_errors=False)
 # Between the parts of JSON: enough for deep indentation, and an end for a model that would go on with newlines forever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
 
@@ -47,16 +52,32 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
                 return known.deep_copy()
             vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
-        matcher = LLMatcher(
-            vocabulary, _source(grammar), log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
+        matcher = LLMatcher(vocabulary, _source(grammar), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _invalid(grammar, matcher.get_error())
+        # Some show only with their first mask, which may take long, or token that they are too complex.
+        first = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        trial = matcher.deep_copy()
+        trial.consume_token(int(np.unpackbits(first.view(np.uint8), bitorder="little").argmax()))
+        if reason := self.fault(matcher, first) or self.fault(trial):
+            raise _invalid(grammar, reason)
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
+
+    def fault(self, matcher: LLMatcher, mask_W: np.ndarray | None = None) -> str | None:
+        """What is wrong with a matcher (that has just made a mask); None if nothing is.
+
+        One that gives up says that the output may end here, whatever its grammar says.
+        """
+        if matcher.is_error():
+            return str(matcher.get_error())
+        end = self._eos_token_ids[0]
+        if mask_W is not None and mask_W[end // 32] >> np.uint32(end % 32) & 1 and not matcher.is_accepting():
+            return "it is too complex"
+        return None
 
     def _make_vocabulary(self) -> LLTokenizer:
         if not self._eos_token_ids:
@@ -94,16 +115,22 @@ def _source(grammar: Grammar) -> str:
                 grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
             )
         if grammar.kind is GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
+            # \d is 0-9, as people mean it.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'd')}/")
         if grammar.kind is GrammarKind.CHOICE:
-            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(map(_quoted, json.loads(grammar.text)))}")
         return LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
         raise _invalid(grammar, str(error)) from None
 
 
+def _quoted(text: str) -> str:
+    """As a string of a Lark grammar, which may hold no control characters."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
 def _invalid(grammar: Grammar, reason: str) -> InvalidRequestError:
     what = grammar.kind.value.replace("_", " ")
-    short = reason if len(reason) <= _ERROR_CHARS else reason[:_ERROR_CHARS] + "..."
+    line = " ".join(reason.replace("<non-verbose/>", "").split())
+    short = line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + "..."
     return InvalidRequestError(f"the {what} can't be used: {short}", param="grammar", code="invalid_grammar")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher
@@ -24,6 +26,7 @@ class TokenMasks:
         self._compiler = compiler
         self._num_words = -(-vocab_size // 32)
         self._matchers: dict[str, LLMatcher] = {}
+        self._failures: dict[str, str] = {}
         self._executor: LLExecutor | None = None
 
     def start(self, request: Request) -> None:
@@ -40,7 +43,7 @@ class TokenMasks:
         """Whether any request is followed."""
         return bool(self._matchers)
 
-    def accept(self, request_id: str, token_ids: list[int]) -> int | None:
+    def accept(self, request_id: str, token_ids: Sequence[int]) -> int | None:
         """Take in new tokens of an output.
 
         Returns:
@@ -51,37 +54,42 @@ class TokenMasks:
             return None
         for count, token in enumerate(token_ids, start=1):
             if not matcher.consume_token(token):
-                return None  # `failure` says why
+                return None  # it has given up, which its next mask will show
             if matcher.is_stopped():
                 return count
         return None
 
-    def failure(self, request_id: str) -> str | None:
-        """Why a request can't go on: its grammar has become too complex."""
-        matcher = self._matchers.get(request_id)
-        if matcher is None or not matcher.is_error():
-            return None
-        return f"the output can't be kept to its grammar: {matcher.get_error()}"
+    def take_failures(self) -> dict[str, str]:
+        """Requests whose masks could not be made since the call before: what was sampled for them means nothing."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def for_batch(self, batch: HostBatch) -> Callable[[], np.ndarray]:
         """What computes the masks of a batch's rows: uint32 [S, W], a bit a token."""
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        for at, row in enumerate(batch.rows):
-            if row.samples and (matcher := self._matchers.get(row.request_id)) is not None:
-                first = batch.first_row[at] if batch.first_row else at
-                if row.draft_token_ids:
-                    drafted.append((matcher, first, list(row.draft_token_ids)))
-                else:
-                    plain.append((matcher, first))
+        rows = [
+            _Row(row.request_id, matcher, batch.first_row[at] if batch.first_row else at, row.draft_token_ids)
+            for at, row in enumerate(batch.rows)
+            if row.samples and (matcher := self._matchers.get(row.request_id)) is not None
+        ]
+        return partial(self._compute, rows, batch.bucket.seqs)
 
-        def compute() -> np.ndarray:
-            masks = np.full((batch.bucket.seqs, self._num_words), -1, np.int32)
-            self._executor = self._executor or LLExecutor()
-            if plain:
-                fill_next_token_bitmask_par(self._executor, plain, masks)
-            if drafted:  # rows behind a draft that does not fit stay open: what they sample is not accepted
-                fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
-            return masks.view(np.uint32)
+    def _compute(self, rows: list[_Row], num_rows: int) -> np.ndarray:
+        masks_SW = np.full((num_rows, self._num_words), -1, np.int32)
+        self._executor = self._executor or LLExecutor()
+        if plain := [(row.matcher, row.at) for row in rows if not row.drafts]:
+            fill_next_token_bitmask_par(self._executor, plain, masks_SW)
+        if drafted := [(row.matcher, row.at, list(row.drafts)) for row in rows if row.drafts]:
+            # Rows behind a draft that does not fit stay open: what they sample is not accepted.
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks_SW)
+        allowed_SW = masks_SW.view(np.uint32)
+        for row in rows:
+            if reason := self._compiler.fault(row.matcher, allowed_SW[row.at]):
+                self._failures[row.request_id] = f"the output can't be kept to its grammar: {reason}"
+        return allowed_SW
 
-        return compute
+
+class _Row(NamedTuple):
+    request_id: str
+    matcher: LLMatcher
+    at: int  # its first row of the batch
+    drafts: tuple[int, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -16,12 +16,18 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.server.chat_prompt import encode_conversation
 from jaxserve.server.errors import renamed_params, unsupported
 from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
+from jaxserve.server.response_format import JsonSchemaFormat, ResponseFormat
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest, ServingContext
 
 # What the chat calls its fields, and what they are called here.
-_NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "user": "metadata.user_id"}
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 
 
 class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -57,6 +63,21 @@ class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user_id: str | None = None
 
 
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A JSON Schema that the answer keeps to."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the answer must look like."""
+
+    format: OutputFormat | None = None
+    # Known, not honoured.
+    effort: Any = None
+
+
 class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/messages/count_tokens`.
 
@@ -64,17 +85,18 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       model: a name of `/v1/models`.
       messages: turns of the roles `user` and `assistant`.
       system: what the model is told before them.
+      output_config: what the answer must look like.
     """
 
     model: str
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
+    output_config: OutputConfig | None = None
     # Known, not honoured.
     tools: Any = None
     tool_choice: Any = None
     thinking: Any = None
     mcp_servers: Any = None
-    output_config: Any = None
     output_format: Any = None
     context_management: Any = None
 
@@ -109,7 +131,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "speed": ("standard",),
 }
 _UNHONOURED = (
@@ -117,7 +138,6 @@ _UNHONOURED = (
     "tool_choice",
     "thinking",
     "mcp_servers",
-    "output_config",
     "output_format",
     "context_management",
     "container",
@@ -142,12 +162,23 @@ def prepare_message(
     chat.stop = body.stop_sequences
     chat.stream = body.stream
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    chat.response_format = _response_format(body.output_config)
     chat.user = None if body.metadata is None else body.metadata.user_id
     with renamed_params(_NAMES):
         prepared = prepare_chat(chat)
     return replace(
         prepared, endpoint="/v1/messages", response_id="msg_" + prepared.response_id.removeprefix("chatcmpl-")
     )
+
+
+def _response_format(config: OutputConfig | None) -> ResponseFormat | None:
+    if config is None:
+        return None
+    if config.effort is not None:
+        raise unsupported("output_config.effort", "'output_config.effort' is not supported by this server")
+    if config.format is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema=config.format.schema))
 
 
 class TokenCount(msgspec.Struct, kw_only=True):

@@ -67,7 +67,6 @@ class _Answer:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": prepared.service_tier or "default",
             "store": False,
-            "text": {"format": {"type": "text"}},
             "tools": [],
             "truncation": "disabled",
             "usage": _usage(self._maker.usage) if has_ended else None,

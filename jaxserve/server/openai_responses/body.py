@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import renamed_params, unsupported
 from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
+from jaxserve.server.response_format import JsonSchemaFormat, ResponseFormat
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest
@@ -24,6 +25,8 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
 }
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text")
@@ -66,6 +69,20 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     phase: Any = None
 
 
+class TextFormat(JsonSchemaFormat, kw_only=True):
+    """What the answer must look like; the other fields are those of a JSON Schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How the answer's text is written."""
+
+    format: TextFormat | None = None
+    # Known, not honoured.
+    verbosity: Any = None
+
+
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses`.
 
@@ -77,6 +94,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       temperature, top_p: absent, the model's generation defaults decide.
       top_logprobs, include: each token's logprob and that many alternatives, with `message.output_text.logprobs` in
         `include`.
+      text: what the answer must look like.
       service_tier, user: as for chats.
     """
 
@@ -87,6 +105,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
+    text: TextOptions | None = None
     include: list[str] | None = None
     stream: bool | None = None
     service_tier: str | None = None
@@ -106,7 +125,6 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Any = None
     reasoning: Any = None
     stream_options: Any = None
-    text: Any = None
     tool_choice: Any = None
     tools: Any = None
     truncation: Any = None
@@ -120,7 +138,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "reasoning": ({},),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncation": ("disabled",),
@@ -136,7 +153,6 @@ _UNHONOURED = (
     "prompt_cache_retention",
     "reasoning",
     "stream_options",
-    "text",
     "tool_choice",
     "tools",
     "truncation",
@@ -167,6 +183,7 @@ def prepare_response(
         stream=body.stream,
         service_tier=body.service_tier,
         user=body.user,
+        response_format=_response_format(body.text),
     )
     with renamed_params(_NAMES):
         prepared = prepare_chat(chat)
@@ -184,9 +201,22 @@ def prepare_response(
             "top_logprobs": body.top_logprobs or 0,
             "user": body.user,
             "tool_choice": body.tool_choice or "auto",
+            "text": {"format": _echoed(body.text)},
             "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
         },
     )
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None:
+        return None
+    if text.verbosity is not None:
+        raise unsupported("text.verbosity", "'text.verbosity' is not supported by this server")
+    asked = text.format
+    if asked is None:
+        return None
+    schema = JsonSchemaFormat(schema=asked.schema) if asked.type == "json_schema" else None
+    return ResponseFormat(type=asked.type, json_schema=schema)
 
 
 def _wants_logprobs(body: ResponsesBody) -> bool:
@@ -196,6 +226,13 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
     if body.top_logprobs and not body.include:
         raise InvalidRequestError(f"'top_logprobs' needs {_LOGPROBS!r} in 'include'", param="top_logprobs")
     return bool(body.include)
+
+
+def _echoed(text: TextOptions | None) -> dict[str, Any]:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    fields: dict[str, Any] = msgspec.to_builtins(text.format)
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:

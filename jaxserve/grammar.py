@@ -18,7 +18,7 @@ class GrammarKind(enum.StrEnum):
     """What the text of a `Grammar` is."""
 
     JSON_SCHEMA = "json_schema"  # the output is a JSON value that the schema allows
-    REGEX = "regex"  # ... is a match, as a whole (syntax of Rust's regex crate)
+    REGEX = "regex"  # ... is a match, as a whole (syntax of Rust's regex crate, but \d is 0-9)
     CHOICE = "choice"  # ... is one of the strings of a JSON array
     LARK = "lark"  # ... follows from `start` (llguidance's dialect of Lark)
 
@@ -52,9 +52,12 @@ class Grammar:
         return cls.json_schema({"type": "object"})
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+    def json_schema(cls, schema: Mapping[str, Any]) -> Grammar:
         """JSON values that a schema (draft 2020-12, as far as llguidance knows it) allows."""
-        return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        try:
+            return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
+        except RecursionError:
+            raise InvalidRequestError("the JSON schema is nested too deeply", param="grammar") from None
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
