@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import anthropic
 import openai
+import pydantic
 import pytest
 
 from tests.server import http
@@ -59,6 +62,72 @@ def test_a_system_prompt_counts(demo_url: str) -> None:
         return http.post(demo_url, "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
 
     assert answer("You are a pirate named Redbeard. Always say your name.") != answer()
+
+
+class Person(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: Annotated[str, pydantic.Field(max_length=20)]
+    age: Annotated[int, pydantic.Field(ge=0, le=150)]
+    mood: Literal["happy", "sad"]
+
+
+def test_answers_have_the_form_that_was_asked_for(demo_url: str) -> None:
+    """By the client's own parsing, in all three dialects; whole and streamed, at any temperature, with drafts."""
+    client = openai.OpenAI(base_url=f"{demo_url}/v1", api_key="none", max_retries=0)
+    ask: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Describe Anna, a happy woman of 31, as JSON."}],
+        "max_completion_tokens": 120,
+    }
+    for more in ({"temperature": 0}, {"temperature": 1.2, "seed": 3}, {"n": 3, "seed": 4}):
+        for choice in client.chat.completions.parse(**ask, **more, response_format=Person).choices:
+            assert choice.finish_reason == "stop"
+            assert isinstance(choice.message.parsed, Person)
+    schema = Person.model_json_schema()
+    chunks = client.chat.completions.create(
+        **ask,
+        temperature=0,
+        stream=True,
+        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+    )
+    Person.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    response = client.responses.parse(model="demo", input="Describe Anna.", text_format=Person)
+    assert isinstance(response.output_parsed, Person)
+    message = anthropic.Anthropic(base_url=demo_url, api_key="none", max_retries=0).messages.create(
+        model="demo",
+        max_tokens=120,
+        messages=[{"role": "user", "content": "Describe Anna."}],
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    assert message.content[0].type == "text"
+    Person.model_validate_json(message.content[0].text)
+
+
+def test_a_bad_form_is_refused_beside_good_ones(demo_url: str) -> None:
+    """B160, B161, B162: by its name, again and again; streams go on, and so does the server."""
+    good = {"model": "demo", "prompt": "Numbers:", "structured_outputs": {"regex": "[0-9]{3,20}"}, "seed": 1}
+    before = http.post(demo_url, "/v1/completions", good).json["choices"][0]["text"]
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(
+            lambda: list(
+                http.stream(demo_url, "/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": 60})
+            )
+        )
+        for _ in range(2):
+            for field, value in (
+                ("regex", "("),
+                ("regex", "a{1000}{1000}"),
+                ("json", {"type": "thing"}),
+                ("json", "{"),
+                ("grammar", 'a: "b"'),
+            ):
+                answer = http.post(
+                    demo_url, "/v1/completions", {**good, "structured_outputs": {field: value}}
+                )
+                assert answer.status == 400
+                assert answer.json["error"]["param"] == f"structured_outputs.{field}"
+                assert http.post(demo_url, "/v1/completions", good).json["choices"][0]["text"] == before
+        assert len(stream.result()) > 10
 
 
 PLACES = "Oslo, Bern, Riga, Rome, Lima. "
