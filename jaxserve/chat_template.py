@@ -17,6 +17,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes as nodes
 import jinja2.sandbox
 
@@ -31,7 +32,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 _TICK = "_jaxserve_tick"
 _CONCAT = "_jaxserve_concat"
 _RESERVED = frozenset(
-    {"messages", "add_generation_prompt", "raise_exception", "strftime_now", _TICK, _CONCAT}
+    {"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", _TICK, _CONCAT}
 )
 
 
@@ -46,6 +47,10 @@ class RenderedChat:
 
 class ChatTemplate:
     """A compiled template. Rendering is safe from several threads.
+
+    Attributes:
+      source: as it was given.
+      knows_tools: it reads the variable `tools`.
 
     Raises:
       CheckpointError: the source is not valid Jinja.
@@ -62,6 +67,7 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             tree = environment.parse(source)
+            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
             _bound_loops(tree, environment)
             code = environment.compile(tree)
         except jinja2.TemplateSyntaxError as error:
@@ -78,6 +84,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
         """Render a conversation.
@@ -86,7 +93,7 @@ class ChatTemplate:
           messages: see `Tokenizer.encode_chat`.
           special_texts: texts of control tokens, broken up by the marker wherever client text holds them.
           variables: the model's own variables (names of special tokens).
-          add_generation_prompt, continue_final_message, template_kwargs: see `Tokenizer.encode_chat`.
+          add_generation_prompt, continue_final_message, tools, template_kwargs: see `Tokenizer.encode_chat`.
 
         Raises:
           InvalidRequestError: malformed messages, or the template refuses them or exceeds its bounds.
@@ -98,7 +105,11 @@ class ChatTemplate:
                     f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs"
                 )
         checked = [_checked_message(message, index) for index, message in enumerate(_as_list(messages))]
-        strings = [*_strings(checked, "messages"), *_strings(dict(template_kwargs), "chat_template_kwargs")]
+        strings = [
+            *_strings(checked, "messages"),
+            *_strings(tools, "tools"),
+            *_strings(dict(template_kwargs), "chat_template_kwargs"),
+        ]
         marker, end_marker = _unused_characters([*strings, self.source], 2)
         breaker = _SpecialBreaker(special_texts, marker)
         checked = [breaker.apply(message) for message in checked]
@@ -110,16 +121,19 @@ class ChatTemplate:
                     param="continue_final_message",
                 )
             checked[-1]["content"] += end_marker
+        tool_chars = (
+            len(_to_json(tools, indent=4)) if tools else 0
+        )  # templates print them like that, or shorter
         text = self._run(
             {
-                "tools": None,
                 "documents": None,
                 **(variables or {}),
                 **breaker.apply(dict(template_kwargs)),
                 "messages": checked,
+                "tools": breaker.apply(tools) or None,
                 "add_generation_prompt": add_generation_prompt and not continue_final_message,
             },
-            limit=FREE_OUTPUT_CHARS + OUTPUT_GROWTH * sum(map(len, strings)),
+            limit=FREE_OUTPUT_CHARS + OUTPUT_GROWTH * (sum(map(len, strings)) + tool_chars),
         )
         if continue_final_message:
             text, found, _ = text.rpartition(end_marker)

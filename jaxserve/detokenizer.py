@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from jaxserve.tokenizer import Tokenizer
 
@@ -24,10 +24,21 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown_special_token_ids: Set[int] = frozenset(),
     ) -> None:
+        """
+        Args:
+          prompt_token_ids: what stands before the output.
+          skip_special_tokens: leave special tokens out of the text, except `shown_special_token_ids`.
+        """
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
+        self._shown = shown_special_token_ids
         self._decoder = _new_decoder("replace")
         tail = self._prompt_tail(prompt_token_ids)
         self._decoder.decode(tail)
@@ -36,7 +47,7 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Text that is certain once `token_ids` have followed; possibly empty."""
-        raw = b"".join([self._tokenizer.output_bytes(token_id, self._skip_special) for token_id in token_ids])
+        raw = b"".join([self._bytes(token_id) for token_id in token_ids])
         if not raw:
             return ""
         if self._at_text_start:
@@ -61,6 +72,9 @@ class IncrementalDetokenizer:
         broke_off = len(text) == 2 or (len(text) == 1 and bool(self._pending()))
         return text[1:] if broke_off else text
 
+    def _bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.output_bytes(token_id, self._skip_special and token_id not in self._shown)
+
     def _pending(self) -> bytes:
         return self._decoder.getstate()[0]
 
@@ -68,7 +82,7 @@ class IncrementalDetokenizer:
         """The prompt's last bytes, enough to know an unfinished character; empty if the prompt has no text."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            tail = self._tokenizer.output_bytes(token_id, self._skip_special) + tail
+            tail = self._bytes(token_id) + tail
             if len(tail) > _MAX_PENDING_BYTES:
                 break
         return tail

@@ -193,6 +193,7 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | Progress = True,
         **service: Unpack[ServiceOptions],
@@ -201,7 +202,7 @@ class LLM:
 
         Args:
           messages: one conversation (a list of messages), or a list of them.
-          add_generation_prompt, continue_final_message, template_kwargs: see `Tokenizer.encode_chat`.
+          add_generation_prompt, continue_final_message, tools, template_kwargs: see `Tokenizer.encode_chat`.
         """
         self._require_open()
         conversations: Sequence[Any] = messages
@@ -215,6 +216,7 @@ class LLM:
                     conversation,
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
+                    tools=tools,
                     template_kwargs=template_kwargs,
                 )
             inputs.append(_Input(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids))

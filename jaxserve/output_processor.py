@@ -62,7 +62,10 @@ class _OutputState:
     def __init__(self, tokenizer: Tokenizer, request: Request, stream: bool) -> None:
         params = request.params
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+            tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_special_token_ids=params.shown_special_token_ids,
         )
         self._matcher = StopStringMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self._has_stop_strings = bool(params.stop)

@@ -89,6 +89,7 @@ class SamplingParams:
         (0 reports the token's own alone). Logprobs are those of the model, before any of the settings above.
       prompt_logprobs: the same for the prompt's tokens.
       skip_special_tokens: leave special tokens out of the text.
+      shown_special_token_ids: special tokens that stay in the text all the same.
       speculative_tokens: most draft tokens a step, where the engine speculates: None is as many as pay, a number is
         always that many, if there are so many; 0 is none. Tokens are the same in any case.
       grammar: what the output must look like; it ends (`stop`) where nothing can follow, also with `ignore_eos`
@@ -114,6 +115,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    shown_special_token_ids: frozenset[int] = frozenset()
     speculative_tokens: int | None = None
     grammar: Grammar | None = None
 

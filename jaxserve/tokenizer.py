@@ -138,6 +138,25 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """Jinja source of the chat template."""
+        return None if self._chat_template is None else self._chat_template.source
+
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template shows the model the tools that it is given."""
+        return self._chat_template is not None and self._chat_template.knows_tools
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """Texts of all control tokens."""
+        return self._special_texts
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Ids of the control tokens with these texts, as far as there are such."""
+        return frozenset(i for i in self.special_token_ids if self._added_content[i] in texts)
+
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token (skipped in text by default)."""
         return token_id in self.special_token_ids
@@ -179,19 +198,21 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, through the model's chat template.
 
-        Text of special tokens inside anything that `messages` or `template_kwargs` hold becomes plain characters,
-        so nobody can forge a turn; only the template itself writes control tokens. BOS is added only where the
-        template writes it.
+        Text of special tokens inside anything that `messages`, `tools` or `template_kwargs` hold becomes plain
+        characters, so nobody can forge a turn; only the template itself writes control tokens. BOS is added only
+        where the template writes it.
 
         Args:
           messages: each with a `role` and a `content` (text, or a list of text parts, joined by newlines).
           add_generation_prompt: open the assistant's turn at the end.
           continue_final_message: leave the last message (the assistant's) open instead, so that the reply goes on
             where it stops; no generation prompt then.
+          tools: what the model may call, as `{"type": "function", "function": {...}}`.
           template_kwargs: further variables for the template.
 
         Raises:
@@ -207,6 +228,7 @@ class Tokenizer:
             variables=self._template_variables,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
             template_kwargs=template_kwargs or {},
         )
         return self._encode_marked(rendered.text, rendered.marker)

@@ -79,7 +79,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "replay": ENGINE | {"engine", "engine_factory", "workload", "recording", "simulation"},
     "simulation": ENGINE | {"engine", "workload", "recording"},
     "bench": ENGINE | {"engine", "engine_factory", "engine_setup", "workload", "recording", "simulation"},
-    "server": ENGINE | {"engine", "engine_factory"},
+    "tool_calls": PLAIN_DATA,
+    "server": ENGINE | {"engine", "engine_factory", "tool_calls"},
     "batch_runner": ENGINE | {"engine", "engine_factory", "server"},
     "batch_jobs": ENGINE | {"engine", "server", "batch_runner"},
     "cli": ENGINE
@@ -167,6 +168,7 @@ HEAVY = ("jax", "jaxlib", "flax", "orbax", "transformers", "torch", "aiohttp")
         pytest.param(modules_of(*sorted(PLAIN_DATA)), HEAVY, id="plain data"),
         pytest.param(modules_of("scheduler"), (*HEAVY, "numpy"), id="scheduler"),
         pytest.param(modules_of("batch"), HEAVY, id="batch"),
+        pytest.param(modules_of("tool_calls"), (*HEAVY, "numpy"), id="tool calls"),
         pytest.param(modules_of("workload"), (*HEAVY, "numpy"), id="workload"),
         pytest.param(modules_of("cli"), HEAVY, id="command line"),
     ],

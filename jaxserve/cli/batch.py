@@ -72,6 +72,7 @@ def batch(
     from jaxserve.engine_factory import create_engine
     from jaxserve.progress import BarProgress
     from jaxserve.server.conversion import ServingContext
+    from jaxserve.server.tool_use import tool_format_of
 
     show_log()
     config = options.engine_config(
@@ -113,6 +114,7 @@ def batch(
                 model_names=names or (engine.model_name,),
                 max_model_len=engine.max_request_tokens,
                 validator=engine,
+                tool_format=tool_format_of(engine.tokenizer),
             )
             summary = run_batch(
                 engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,17 @@ from jaxserve.cli import engine_options as options
 from jaxserve.cli.log import show_log
 
 PANEL = "Server"
+
+
+class ToolCallParserChoice(StrEnum):
+    """Names of `jaxserve.tool_calls.formats`."""
+
+    auto = "auto"
+    none = "none"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    mistral = "mistral"
+    smollm2 = "smollm2"
 
 
 def serve(
@@ -95,6 +107,13 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = 500.0,
+    tool_call_parser: Annotated[
+        ToolCallParserChoice,
+        typer.Option(
+            help="The form in which the model writes tool calls; auto goes by its chat template, none refuses tools.",
+            rich_help_panel=PANEL,
+        ),
+    ] = ToolCallParserChoice.auto,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -231,6 +250,7 @@ def serve(
                 model_names=names,
                 drain_seconds=drain_seconds,
                 tls=tls,
+                tool_call_parser=tool_call_parser.value,
                 extensions=() if batches is None else (batches,),
                 targets=ServiceTargets(
                     ttft_seconds=slo_ttft_ms / 1000 if slo_ttft_ms else None,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import unsupported
-from jaxserve.server.protocol import ChatMessage
+from jaxserve.server.protocol import ChatMessage, Tool, ToolCall
+from jaxserve.server.tool_use import template_tools
+from jaxserve.tool_calls.plain_prompt import plain_messages
+from jaxserve.tool_calls.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "tokenize"}
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize"}
 )
 
 
@@ -45,8 +51,20 @@ def encode_text(
     return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def encode_conversation(body: Conversation, tokenizer: Tokenizer, max_model_len: int) -> tuple[int, ...]:
+def encode_conversation(
+    body: Conversation,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    *,
+    tools: Sequence[Tool] | None,
+    tool_format: ToolFormat | None,
+) -> tuple[int, ...]:
     """Token ids of `body.messages`, through the model's chat template.
+
+    Args:
+      tools: what the model is told that it may call. Where the template knows nothing of tools, they and calls are put
+        into the messages' text.
+      tool_format: how it writes calls, if that is known.
 
     Raises:
       InvalidRequestError: no template, a message of a wrong form, or the template refuses them.
@@ -58,9 +76,15 @@ def encode_conversation(body: Conversation, tokenizer: Tokenizer, max_model_len:
     if not body.messages:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
     messages = [_template_message(index, message) for index, message in enumerate(body.messages)]
-    _check_chars(
-        sum(len(message["content"]) for message in messages), tokenizer, max_model_len, param="messages"
-    )
+    offered = template_tools(tools)
+    if not tokenizer.template_knows_tools:
+        messages = _in_plain_text(messages, offered, tool_format)
+        offered = []
+    num_chars = sum(len(message["content"]) for message in messages)
+    _check_chars(num_chars, tokenizer, max_model_len, param="messages")
+    if offered:
+        num_chars = len(msgspec.json.encode(offered).decode())
+        _check_chars(num_chars, tokenizer, max_model_len, param="tools")
     goes_on = bool(body.continue_final_message)
     add_prompt = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     if goes_on and add_prompt:
@@ -81,7 +105,11 @@ def encode_conversation(body: Conversation, tokenizer: Tokenizer, max_model_len:
             )
     return tuple(
         tokenizer.encode_chat(
-            messages, add_generation_prompt=add_prompt, continue_final_message=goes_on, template_kwargs=kwargs
+            messages,
+            add_generation_prompt=add_prompt,
+            continue_final_message=goes_on,
+            tools=offered,
+            template_kwargs=kwargs,
         )
     )
 
@@ -98,7 +126,20 @@ def _check_chars(num_chars: int, tokenizer: Tokenizer, max_model_len: int, *, pa
         )
 
 
-def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
+def _in_plain_text(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], tool_format: ToolFormat | None
+) -> list[dict[str, Any]]:
+    if tool_format is not None:
+        return plain_messages(messages, tools, tool_format)
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" or "tool_calls" in message:
+            raise unsupported(
+                f"messages[{index}]", f"messages[{index}]: this model's chat template knows nothing of tools"
+            )
+    return messages
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     where = f"messages[{index}]"
     role = ROLES.get(message.role)
     if role is None:
@@ -106,13 +147,42 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, str]:
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}",
             param=f"{where}.role",
         )
-    for name in ("refusal", "annotations", "audio", "tool_calls", "tool_call_id", "function_call"):
+    for name in ("refusal", "annotations", "audio", "function_call"):
         if getattr(message, name) not in (None, []):
             raise unsupported(f"{where}.{name}", f"'{where}.{name}' is not supported by this server")
-    result = {"role": role, "content": _content_text(f"{where}.content", message.content)}
+    if message.tool_calls and role != "assistant":
+        raise InvalidRequestError(
+            f"{where}.tool_calls is for messages of the role 'assistant'", param=f"{where}.tool_calls"
+        )
+    if (role == "tool") != bool(message.tool_call_id):
+        raise InvalidRequestError(
+            f"{where}.tool_call_id must be there for the role 'tool', and for no other",
+            param=f"{where}.tool_call_id",
+        )
+    needs_none = bool(message.tool_calls) and message.content in (None, [])
+    content = "" if needs_none else _content_text(f"{where}.content", message.content)
+    result: dict[str, Any] = {"role": role, "content": content}
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _template_call(f"{where}.tool_calls[{number}]", call)
+            for number, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id:
+        result["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         result["name"] = message.name
     return result
+
+
+def _template_call(where: str, call: ToolCall) -> dict[str, Any]:
+    """With the arguments as an object, which most templates want."""
+    param = f"{where}.function.arguments"
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequestError(f"{param} must be the text of a JSON object", param=param) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _content_text(where: str, content: str | list[dict[str, Any]] | None) -> str:

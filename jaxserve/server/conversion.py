@@ -18,7 +18,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
 from jaxserve.server.anthropic.body import prepare_message
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
-from jaxserve.server.errors import model_not_found, renamed_params
+from jaxserve.server.errors import model_not_found, renamed_params, unsupported
 from jaxserve.server.openai_responses.body import prepare_response
 from jaxserve.server.protocol import (
     ChatCompletionBody,
@@ -29,6 +29,8 @@ from jaxserve.server.protocol import (
 )
 from jaxserve.server.response_format import read_grammar
 from jaxserve.server.service_level import Caller, ServiceLevel, ServiceRules, service_level
+from jaxserve.server.tool_use import ToolUse, check_tool_choice, check_tools
+from jaxserve.tool_calls.tool_format import ToolFormat
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -56,6 +58,7 @@ class ServingContext:
       model_names: the names that a request may use; the first is the one that answers report.
       max_model_len: longest prompt + output, in tokens.
       service: which class and targets requests have that name none.
+      tool_format: how the model writes tool calls; None: not known, so no tools can be offered.
     """
 
     tokenizer: Tokenizer
@@ -64,6 +67,7 @@ class ServingContext:
     max_model_len: int
     validator: Validator
     service: ServiceRules = field(default_factory=ServiceRules)
+    tool_format: ToolFormat | None = None
 
     def check_model(self, name: str) -> None:
         """Raises: ApiError: no such model is served."""
@@ -84,6 +88,7 @@ class PreparedRequest:
       num_logprobs: alternatives a token; None without logprobs.
       service_tier: the one that it is served in, where one was asked for.
       repeated: fields of the request that the answer repeats, besides those above.
+      tool_use: what of the answer is a tool call; None: nothing.
     """
 
     endpoint: Endpoint
@@ -101,6 +106,7 @@ class PreparedRequest:
     return_token_ids: bool = False
     service_tier: str | None = None
     repeated: dict[str, Any] = field(default_factory=dict)
+    tool_use: ToolUse | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -223,8 +229,20 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Cal
         prompt_logprobs=body.prompt_logprobs,
     )
     grammar, form = read_grammar(body.response_format, body.structured_outputs)
-    params = dataclasses.replace(params, grammar=grammar)
-    token_ids = encode_conversation(body, context.tokenizer, context.max_model_len)
+    tool_use = _tool_use(body, context)
+    shown: frozenset[int] = frozenset()
+    if tool_use is not None:
+        shown = context.tokenizer.special_ids_of(tool_use.tool_format.marks)
+        if grammar is not None:
+            raise unsupported(form, f"'{form}' is not supported together with 'tools'")
+    params = dataclasses.replace(params, grammar=grammar, shown_special_token_ids=shown)
+    token_ids = encode_conversation(
+        body,
+        context.tokenizer,
+        context.max_model_len,
+        tools=None if tool_use is None else body.tools,
+        tool_format=context.tool_format,
+    )
     response_id = f"chatcmpl-{uuid.uuid4().hex}"
     requests = _generation_requests(body, service, response_id, [token_ids], params)
     _validate_chat(requests[0], body, context, form)
@@ -242,7 +260,22 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Cal
         wants_prompt_logprobs=body.prompt_logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         service_tier=service.tier,
+        tool_use=tool_use,
     )
+
+
+def _tool_use(body: ChatCompletionBody, context: ServingContext) -> ToolUse | None:
+    """None where nothing may be called."""
+    check_tools(body.tools, context.tool_format)
+    check_tool_choice(body.tool_choice, body.tools)
+    if not body.tools or context.tool_format is None or body.tool_choice == "none":
+        return None
+    if body.tool_choice not in (None, "auto"):
+        raise unsupported(
+            "tool_choice", "'tool_choice' other than 'auto' and 'none' is not supported by this server"
+        )
+    names = tuple(tool.function.name for tool in body.tools)
+    return ToolUse(context.tool_format, names, max_calls=1 if body.parallel_tool_calls is False else None)
 
 
 def _check_model(body: CommonFields, context: ServingContext) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -109,18 +109,76 @@ class CompletionBody(CommonFields, kw_only=True):
     suffix: Any = None
 
 
+class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A function that the model may call.
+
+    Attributes:
+      name: letters, digits, `_` and `-`.
+      parameters: a JSON schema of an object; absent, the function takes nothing.
+      strict: required and named calls keep to the schema in any case; others are not made to, whatever it says.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool. There are only functions."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The function that is to be called."""
+
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """That function, and no other, is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`arguments` is the text of a JSON object; an empty one counts as `{}`."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A call in an earlier answer. `index`, which calls have in streams, has no effect."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. `content` is a text or a list of `{"type": "text", "text": ...}` parts, joined by newlines."""
+    """One turn.
+
+    Attributes:
+      content: a text or a list of `{"type": "text", "text": ...}` parts, joined by newlines. An assistant's message
+        with calls needs none.
+      tool_calls: what an assistant called.
+      tool_call_id: which call the content of a `tool` message is the result of.
+    """
 
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     # What a client may send back of an earlier answer; only empty values are accepted.
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
     function_call: Any = None
 
 
@@ -135,6 +193,10 @@ class ChatCompletionBody(CommonFields, kw_only=True):
         final message is continued).
       continue_final_message: the last message, the assistant's, is left open and goes on.
       chat_template_kwargs: further variables for the model's chat template.
+      tools: functions that the model may call.
+      tool_choice: `auto` (where there are tools): it may; `none`: it may not, and is not told of them; `required`: it
+        has to call one at least; a named one: it has to call that one.
+      parallel_tool_calls: false: one call at most.
     """
 
     messages: list[ChatMessage] | None = None
@@ -144,10 +206,10 @@ class ChatCompletionBody(CommonFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     # Known, not honoured.
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
     functions: Any = None
     function_call: Any = None
     audio: Any = None
@@ -162,8 +224,6 @@ class ChatCompletionBody(CommonFields, kw_only=True):
 # Values of fields that we do not honour which ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -171,9 +231,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _UNHONOURED = (
     "store",
     "suffix",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
     "functions",
     "function_call",
     "audio",

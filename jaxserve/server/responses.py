@@ -14,6 +14,9 @@ from jaxserve.request import FinishReason
 from jaxserve.server.conversion import PreparedRequest
 from jaxserve.server.errors import ApiError
 from jaxserve.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from jaxserve.server.tool_use import call_json
+from jaxserve.tool_calls.deltas import ParsedText, ToolCallDelta
+from jaxserve.tool_calls.parser import ToolCallParser
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -72,6 +75,9 @@ class Piece:
 
     Attributes:
       choice: index in the answer.
+      text: without that of tool calls.
+      tool_calls: what is new of them, one delta a call.
+      finish_reason: "tool_calls" where the choice ended by itself and all its calls are complete.
       logprobs: for completions the four lists, for chat the `{"content": ...}` object, None where not asked for.
       prompt_logprobs: the extension field, with the first piece of a prompt's first choice, where asked for.
       prompt_token_ids: with the first piece, where token ids are asked for.
@@ -85,6 +91,7 @@ class Piece:
     stop_reason: int | str | None
     prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class PieceMaker:
@@ -101,6 +108,7 @@ class PieceMaker:
         self._waiting: dict[int, list[RequestOutput]] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._num_chars: dict[int, int] = {}
+        self._parsers: dict[int, ToolCallParser] = {}
         self.usage = Usage()
 
     def pieces(self, output: RequestOutput) -> list[Piece]:
@@ -150,7 +158,22 @@ class PieceMaker:
             piece.prompt_logprobs = prompt_logprobs(self._tokenizer, self._prompt_logprobs.get(prompt, []))
         if is_first and prepared.return_token_ids:
             piece.prompt_token_ids = list(prepared.prompts[prompt].prompt_token_ids)
+        self._find_calls(piece)
         return piece
+
+    def _find_calls(self, piece: Piece) -> None:
+        """Divide the piece's text into content and tool calls."""
+        if self._prepared.tool_use is None:
+            return
+        parser = self._parsers.setdefault(piece.choice, self._prepared.tool_use.parser())
+        parsed = parser.feed(piece.text)
+        piece.text, piece.tool_calls = parsed.content, parsed.calls
+        if piece.finish_reason is None:
+            return
+        rest: ParsedText = parser.finish()
+        piece.text += rest.content
+        if piece.finish_reason == "stop" and parser.num_calls and not parser.has_broken_call:
+            piece.finish_reason = "tool_calls"
 
     def _piece_logprobs(
         self, prompt: int, choice: int, echo: str, output: RequestOutput, *, is_first: bool
@@ -193,6 +216,15 @@ def merge_logprobs(left: dict[str, list[Any]], right: dict[str, list[Any]]) -> d
     return {name: [*left.get(name, ()), *values] for name, values in right.items()}
 
 
+def add_call_deltas(calls: list[ToolCallDelta], deltas: list[ToolCallDelta]) -> None:
+    """Complete `calls`, whole ones so far, by what is new."""
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(delta)
+        else:
+            calls[delta.index].arguments += delta.arguments
+
+
 class _Choice:
     """A choice of a whole answer while it is collected."""
 
@@ -204,10 +236,12 @@ class _Choice:
         self.stop_reason: int | str | None = None
         self.prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.tool_calls: list[ToolCallDelta] = []
 
     def add(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         self.token_ids += piece.token_ids
+        add_call_deltas(self.tool_calls, piece.tool_calls)
         if piece.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = piece.logprobs
@@ -261,7 +295,11 @@ class ResponseBuilder:
         text = "".join(choice.texts)
         result: dict[str, Any] = {"index": index}
         if self._prepared.is_chat:
-            result["message"] = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.tool_calls:
+                message["content"] = text or None
+                message["tool_calls"] = [call_json(call, in_stream=False) for call in choice.tool_calls]
+            result["message"] = message
         else:
             result["text"] = text
         result["logprobs"] = choice.logprobs
@@ -335,7 +373,10 @@ class ChunkBuilder:
             self._begun.add(piece.choice)
             chunks.append(self._chat_chunk(piece.choice, {"role": "assistant", "content": ""}))
         if self._has_news(piece):
-            chunk = self._chat_chunk(piece.choice, {"content": piece.text}, logprobs=piece.logprobs)
+            delta: dict[str, Any] = {"content": piece.text} if piece.text or not piece.tool_calls else {}
+            if piece.tool_calls:
+                delta["tool_calls"] = [call_json(call, in_stream=True) for call in piece.tool_calls]
+            chunk = self._chat_chunk(piece.choice, delta, logprobs=piece.logprobs)
             self._add_extensions(chunk["choices"][0], piece)
             chunks.append(chunk)
         if piece.finish_reason is not None:
@@ -359,7 +400,9 @@ class ChunkBuilder:
         """False for a token whose text is held back or empty, where nothing else about it was asked for."""
         wants_tokens = self._prepared.return_token_ids or piece.logprobs is not None
         return (
-            bool(piece.text) or (wants_tokens and bool(piece.token_ids)) or piece.prompt_logprobs is not None
+            bool(piece.text or piece.tool_calls)
+            or (wants_tokens and bool(piece.token_ids))
+            or piece.prompt_logprobs is not None
         )
 
     def _add_extensions(self, choice: dict[str, Any], piece: Piece) -> None:

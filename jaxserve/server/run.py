@@ -27,6 +27,8 @@ from jaxserve.server.conversion import ServingContext
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.service_level import ServiceRules
+from jaxserve.server.tool_use import tool_format_of
+from jaxserve.tool_calls.formats import AUTO
 
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
@@ -46,6 +48,7 @@ class RunOptions:
     targets: of interactive requests that name none.
     breaker: when the server stops giving work to an engine that fails.
     tls: speak TLS, if given.
+    tool_call_parser: the name of the form in which the model writes tool calls.
     extensions: further parts of the server.
     """
 
@@ -55,6 +58,7 @@ class RunOptions:
     targets: ServiceTargets = field(default_factory=ServiceTargets)
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     tls: ssl.SSLContext | None = None
+    tool_call_parser: str = AUTO
     extensions: tuple[Extension, ...] = ()
 
 
@@ -119,6 +123,7 @@ async def _serve(
         max_model_len=core.max_request_tokens,
         validator=core,
         service=ServiceRules(interactive=options.targets, client_secret=secrets.token_bytes(32)),
+        tool_format=tool_format_of(core.tokenizer, options.tool_call_parser),
     )
     server = Server(engine, context, metrics, options.server)
     runner = JsonAppRunner(

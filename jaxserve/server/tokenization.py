@@ -8,7 +8,8 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
-from jaxserve.server.protocol import ChatMessage, decode, refuse_unhonoured
+from jaxserve.server.protocol import ChatMessage, Tool, decode, refuse_unhonoured
+from jaxserve.server.tool_use import check_tools
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import ServingContext
@@ -20,7 +21,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     Attributes:
       model: a name of `/v1/models`; absent, the server's first.
       prompt: a text, tokenised as by `/v1/completions`.
-      messages, add_generation_prompt, continue_final_message, chat_template_kwargs: as for `/v1/chat/completions`.
+      messages, add_generation_prompt, continue_final_message, chat_template_kwargs, tools: as for
+        `/v1/chat/completions`.
       add_special_tokens: for `prompt`: whether a BOS token goes before it, where the model has that habit (true). A
         conversation has those of its template.
       return_token_strs: add the text of each token.
@@ -34,8 +36,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
     # Known, not honoured.
-    tools: Any = None
     chat_template: Any = None
 
 
@@ -66,7 +68,8 @@ def tokenize(data: bytes, context: ServingContext) -> Tokenized:
     body = decode(data, TokenizeBody)
     if body.model is not None:
         context.check_model(body.model)
-    refuse_unhonoured(body, ("tools", "chat_template"), {"tools": ([],), "chat_template": ([],)})
+    refuse_unhonoured(body, ("chat_template",), {"chat_template": ([],)})
+    check_tools(body.tools, context.tool_format)
     tokenizer, longest = context.tokenizer, context.max_model_len
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either 'prompt' or 'messages'", param="prompt")
@@ -76,9 +79,11 @@ def tokenize(data: bytes, context: ServingContext) -> Tokenized:
                 "'add_special_tokens' is for 'prompt': a chat template brings its own",
                 param="add_special_tokens",
             )
-        tokens = encode_conversation(body, tokenizer, longest)
+        tokens = encode_conversation(
+            body, tokenizer, longest, tools=body.tools, tool_format=context.tool_format
+        )
     else:
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if getattr(body, name) is not None:
                 raise InvalidRequestError(f"'{name}' is for 'messages'", param=name)
         special = body.add_special_tokens is not False

@@ -102,9 +102,11 @@ class ToolCallParser:
                 return True
         found = buffer.find(opening)
         if found >= 0:
-            if not (self._at_edge and _is_blank(buffer[:found])):
-                self._parsed.content += buffer[:found]
-            self._held, self._buffer = [opening], buffer[found + len(opening) :]
+            before = buffer[:found]
+            if not (self._at_edge and _is_blank(before)):
+                self._parsed.content += before
+                before = ""
+            self._held, self._buffer = [before + opening], buffer[found + len(opening) :]
             self._state, self._at_edge, self._in_list = _State.OPENED, False, False
             return True
         certain = len(buffer) - _overlap(buffer, opening)
@@ -224,7 +226,7 @@ class ToolCallParser:
         """The frame does not go on; what is held is text behind its calls, or behind an opening without any."""
         held, self._held = self._held, []
         self._state, self._at_edge = _State.TEXT, True
-        if held and held[0] == self._format.opening:
+        if held and held[0].endswith(self._format.opening):
             self._parsed.content += held.pop(0)
             self._at_edge = False
         self._buffer = "".join(held)

@@ -45,6 +45,7 @@ class CopyEngine:
     model_name: str = "copy"
     generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_ids=(2,)))
     closed: bool = False
+    eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100)
@@ -84,7 +85,7 @@ class CopyEngine:
                 max_tokens=room
                 if request.params.max_tokens is None
                 else min(room, request.params.max_tokens),
-                stop_token_ids=frozenset(request.params.stop_token_ids),
+                stop_token_ids=frozenset(request.params.stop_token_ids) | self.eos_token_ids,
             )
             sequence.num_cached_tokens = 0
             sequence.num_computed_tokens = sequence.num_prompt_tokens
@@ -117,6 +118,11 @@ class CopyEngine:
     def close(self) -> None:
         self.closed = True
 
+    def next_token(self, request: Request) -> int:
+        """What the "model" says next."""
+        prompt = request.prompt_token_ids
+        return prompt[request.num_output_tokens % len(prompt)]
+
     def _advance(self, request: Request) -> RequestUpdate:
         params, prompt = request.params, request.prompt_token_ids
         prompt_logprobs = None
@@ -128,7 +134,7 @@ class CopyEngine:
             return RequestUpdate(request, [], error="logits are not finite")
         new: list[int] = []
         if request.max_tokens:
-            new = [prompt[request.num_output_tokens % len(prompt)]]
+            new = [self.next_token(request)]
             request.output_token_ids += new
         if new and new[0] in request.stop_token_ids:
             request.stop_reason = new[0]

@@ -18,6 +18,7 @@ from jaxserve.server.connection import JsonAppRunner
 from jaxserve.server.conversion import ServingContext
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
+from jaxserve.server.tool_use import tool_format_of
 
 
 class RunningServer:
@@ -72,6 +73,7 @@ class RunningServer:
             model_names=(self._core.model_name,),
             max_model_len=self._core.max_request_tokens,
             validator=self._core,
+            tool_format=tool_format_of(self._core.tokenizer),
         )
         self.server = Server(self.engine, context, metrics, self._options)
         self.app = build_app(self.server, self._extensions)

@@ -235,7 +235,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user"}], "messages[0].content"),
     ([{"content": "x"}], "messages[0].role"),
     ([{"role": "alien", "content": "x"}], "messages[0].role"),
-    ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "messages[0]"),
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": "a"}, {"role": "assistant", "content": None}], "messages[1].content"),
     ([{"role": "user", "content": []}], "messages[0].content"),
@@ -245,7 +245,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0].text"),
     ([{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}], "messages[0].content[0].b"),
     ([{"role": "user", "content": "a", "foo": 1}], "messages[0].foo"),
-    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
 ]
 
 

@@ -168,10 +168,10 @@ def test_openai_client_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="tiny", messages=messages, temperature=-1)
     assert bad.value.param == "temperature"
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    with pytest.raises(openai.BadRequestError) as unsupported:
+    tools: Any = [{"type": "function", "function": {"name": "a b", "parameters": {}}}]
+    with pytest.raises(openai.BadRequestError) as nameless:
         client.chat.completions.create(model="tiny", messages=messages, tools=tools)
-    assert unsupported.value.param == "tools"
+    assert nameless.value.param == "tools[0].function.name"
 
 
 # Every way to end.

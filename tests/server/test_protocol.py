@@ -91,9 +91,6 @@ def test_a_fault_inside_a_list_names_the_list() -> None:
 
 
 UNHONOURED: list[tuple[str, Any]] = [
-    ("tools", [{"type": "function"}]),
-    ("tool_choice", "required"),
-    ("parallel_tool_calls", True),
     ("functions", [{}]),
     ("function_call", {"name": "f"}),
     ("audio", {}),

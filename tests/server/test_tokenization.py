@@ -57,7 +57,7 @@ def test_a_conversation_has_the_tokens_that_a_chat_counts(url: str) -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools[0].type"),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "word " * 100_000}, "prompt"),
         ("/tokenize", {"prompt": "a", "other": 1}, "other"),

@@ -193,7 +193,9 @@ def count_tokens(data: bytes, context: ServingContext) -> TokenCount:
     refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
     context.check_model(body.model)
     with renamed_params(_NAMES):
-        tokens = encode_conversation(_chat(body), context.tokenizer, context.max_model_len)
+        tokens = encode_conversation(
+            _chat(body), context.tokenizer, context.max_model_len, tools=None, tool_format=context.tool_format
+        )
     return TokenCount(input_tokens=len(tokens))
 
 
