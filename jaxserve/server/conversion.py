@@ -235,6 +235,7 @@ def _prepare_chat(body: ChatCompletionBody, context: ServingContext, caller: Cal
         shown = context.tokenizer.special_ids_of(tool_use.tool_format.marks)
         if grammar is not None:
             raise unsupported(form, f"'{form}' is not supported together with 'tools'")
+        grammar, form = tool_use.forced_calls(body.tools or (), body.tool_choice, context.tokenizer), "tools"
     params = dataclasses.replace(params, grammar=grammar, shown_special_token_ids=shown)
     token_ids = encode_conversation(
         body,
@@ -270,10 +271,6 @@ def _tool_use(body: ChatCompletionBody, context: ServingContext) -> ToolUse | No
     check_tool_choice(body.tool_choice, body.tools)
     if not body.tools or context.tool_format is None or body.tool_choice == "none":
         return None
-    if body.tool_choice not in (None, "auto"):
-        raise unsupported(
-            "tool_choice", "'tool_choice' other than 'auto' and 'none' is not supported by this server"
-        )
     names = tuple(tool.function.name for tool in body.tools)
     return ToolUse(context.tool_format, names, max_calls=1 if body.parallel_tool_calls is False else None)
 

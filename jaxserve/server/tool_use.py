@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import unsupported
+from jaxserve.grammar import Grammar, GrammarKind
+from jaxserve.server.errors import renamed_params, unsupported
 from jaxserve.server.protocol import NamedToolChoice, Tool
+from jaxserve.tool_calls.call_grammar import CallableFunction, call_grammar
 from jaxserve.tool_calls.deltas import ToolCallDelta
 from jaxserve.tool_calls.formats import AUTO, choose_format
 from jaxserve.tool_calls.parser import ToolCallParser
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}", re.ASCII)
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -43,6 +46,35 @@ class ToolUse:
     def parser(self) -> ToolCallParser:
         """For one choice."""
         return ToolCallParser(self.tool_format, self.names, self._new_id, max_calls=self.max_calls)
+
+    def forced_calls(
+        self, tools: Sequence[Tool], choice: ToolChoice | None, tokenizer: Tokenizer
+    ) -> Grammar | None:
+        """What an answer has to look like, where the choice leaves no other than to call.
+
+        Raises:
+          InvalidRequestError: it would be too large.
+        """
+        if choice is None or choice == "auto":
+            return None
+        is_named = isinstance(choice, NamedToolChoice)
+        functions = [
+            CallableFunction(
+                function.name,
+                NO_PARAMETERS if function.parameters is None else function.parameters,
+                is_lenient=function.strict is False,
+            )
+            for function in (tool.function for tool in tools)
+            if not isinstance(choice, NamedToolChoice) or function.name == choice.function.name
+        ]
+        mark_ids = {
+            mark: token for mark in self.tool_format.marks for token in tokenizer.special_ids_of((mark,))
+        }
+        text = call_grammar(
+            self.tool_format, functions, mark_ids, max_calls=1 if is_named else self.max_calls
+        )
+        with renamed_params({"grammar": "tools"}):
+            return Grammar(GrammarKind.LARK, text)
 
     def _new_id(self) -> str:
         length = self.tool_format.call_id_length
@@ -114,7 +146,7 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
 def _template_tool(tool: Tool) -> dict[str, Any]:
     function = tool.function
     described = {} if function.description is None else {"description": function.description}
-    parameters = {"type": "object", "properties": {}} if function.parameters is None else function.parameters
+    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
     return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
