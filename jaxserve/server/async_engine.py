@@ -103,7 +103,10 @@ class OutputStream:
             for request in requests
         }
         self._streaming = any(request.stream for request in requests)
-        self._pending: deque[RequestOutput] = deque()
+        # What waits to be read: joined batches, and the latest outputs, not yet enough for one. So what a client does
+        # not read costs about as much memory as its text, and not an object a token.
+        self._batches: deque[list[RequestOutput]] = deque()
+        self._latest: list[RequestOutput] = []
         self._failure: Exception | None = None
         self._wakeup = asyncio.Event()
         self._admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,22 +137,25 @@ class OutputStream:
         Raises:
           EngineDeadError, or what `AsyncEngine.fail_all` was given: the request ended early.
         """
-        while not self._pending:
+        while not self._batches and not self._latest:
             if self._failure is not None:
                 raise self._failure
             if self.is_done:
                 return []
             self._wakeup.clear()
             await self._wakeup.wait()
-        count = min(len(self._pending), MAX_JOINED_OUTPUTS)
-        return join_outputs([self._pending.popleft() for _ in range(count)])
+        if self._batches:
+            return self._batches.popleft()
+        latest, self._latest = self._latest, []
+        return join_outputs(latest)
 
     def close(self) -> None:
         """Drop what is pending and abort what still runs; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        self._pending.clear()
+        self._batches.clear()
+        self._latest.clear()
         if not self._admission.done():
             self._admission.cancel()
         elif not self._admission.cancelled():
@@ -178,7 +184,10 @@ class OutputStream:
             self._observe(output, observer)
         self._judge(output.finish_reason is not FinishReason.ERROR)
         self.num_output_tokens += len(output.token_ids)
-        self._pending.append(output)
+        self._latest.append(output)
+        if len(self._latest) >= MAX_JOINED_OUTPUTS:
+            self._batches.append(join_outputs(self._latest))
+            self._latest = []
         if output.finish_reason is not None:
             self._open_choices[output.request_id] -= 1
             if not self._open_choices[output.request_id]:
