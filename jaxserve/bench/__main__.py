@@ -13,6 +13,7 @@ from jaxserve.bench.arguments import announce, at_least_0, integer, positive, po
 from jaxserve.bench.peers import command as peers_command
 from jaxserve.bench.picture import require_matplotlib
 from jaxserve.bench.pressure import command as pressure_command
+from jaxserve.bench.slow_clients import command as slow_clients_command
 from jaxserve.bench.soak import command as soak_command
 from jaxserve.bench.speculation import command as speculation_command
 from jaxserve.config import QUANTIZATIONS, EngineConfig
@@ -179,6 +180,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     pressure_command.add_command(commands)
     soak_command.add_command(commands)
     speculation_command.add_command(commands)
+    slow_clients_command.add_command(commands)
     return parser.parse_args(arguments)
 
 
@@ -388,6 +390,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "swap": _measure_swap,
     "pressure": pressure_command.measure,
     "soak": soak_command.measure,
+    "slow-clients": slow_clients_command.measure,
     "speculation": speculation_command.measure,
     "quality": _measure_quality,
     "simulation": _measure_simulation,

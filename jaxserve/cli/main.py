@@ -15,6 +15,7 @@ import typer
 
 import jaxserve
 from jaxserve.cli.batch import batch
+from jaxserve.cli.bench import build_bench
 from jaxserve.cli.chat import chat
 from jaxserve.cli.compile import compile_command
 from jaxserve.cli.convert import convert
@@ -81,6 +82,7 @@ def build_app() -> typer.Typer:
     for command in (serve, chat, batch, pull, convert, plan_buckets, trace, simulate, replay):
         app.command()(finite_numbers(command))
     app.command("compile")(finite_numbers(compile_command))
+    app.add_typer(build_bench())
     return app
 
 

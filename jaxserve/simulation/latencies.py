@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxserve.request import ServiceClass
 from jaxserve.simulation.drive import Drive, RequestTimes
 
 PERCENTS = (50, 90, 99)
+MEASURES = ("ttft", "tpot", "itl", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +68,33 @@ def summarise(result: Drive) -> PassSummary:
 def table(summary: PassSummary) -> str:
     """For people: a line for each class and measure."""
     total = summary.total
+    parts = {"all": total, **(summary.by_class if len(summary.by_class) > 1 else {})}
     lines = [
         f"{total.num_requests} requests in {summary.seconds:.1f} s: {total.output_tokens / summary.seconds:.1f} output "
         f"tokens/s, {summary.steps} steps, {summary.preemptions} preemptions",
         "",
-        f"{'':24}" + "".join(f"{f'P{percent}':>12}" for percent in PERCENTS),
+        *percentile_lines(parts),
+        "",
     ]
-    classes = summary.by_class if len(summary.by_class) > 1 else {}
-    for name, part in (("all", total), *classes.items()):
-        for measure in ("ttft", "tpot", "itl", "e2e"):
-            values = getattr(part, measure)
-            if values:
-                cells = "".join(f"{_seconds(values[percent]):>12}" for percent in PERCENTS)
-                lines.append(f"{f'{name} {measure.upper()}':24}{cells}")
-    lines.append("")
-    for name, part in (("all", total), *classes.items()):
+    for name, part in parts.items():
         refused = ", ".join(f"{count} refused ({reason})" for reason, count in sorted(part.refused.items()))
         lines.append(
             f"{name}: {part.num_requests} requests, {part.complete} complete, {part.within_targets} within their "
             f"targets (goodput {part.goodput:.3f}/s){', ' + refused if refused else ''}"
         )
     return "\n".join(lines)
+
+
+def percentile_lines(parts: Mapping[str, Latencies]) -> list[str]:
+    """A header, and a line for each part and measure that there is."""
+    lines = [f"{'':24}" + "".join(f"{f'P{percent}':>12}" for percent in PERCENTS)]
+    for name, part in parts.items():
+        for measure in MEASURES:
+            values = getattr(part, measure)
+            if values:
+                cells = "".join(f"{_seconds(values[percent]):>12}" for percent in PERCENTS)
+                lines.append(f"{f'{name} {measure.upper()}':24}{cells}")
+    return lines
 
 
 def percentiles(values: Iterable[float]) -> dict[int, float]:

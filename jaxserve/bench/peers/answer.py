@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from jaxserve.bench.peers.client import Exchange
@@ -44,6 +45,23 @@ class Answer:
     text: str
     fault: Fault | None = None
     detail: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """From sending the request to the first chunk with text; None without one."""
+        return self.chunks[0] - self.sent if self.chunks else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time between its tokens; None with fewer than two."""
+        if self.output_tokens < 2 or not self.chunks:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one chunk with text and the next."""
+        return [after - before for before, after in pairwise(self.chunks)]
 
 
 def read_answer(item: TracedRequest, exchange: Exchange) -> Answer:

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,15 @@ class Exchange:
     timed_out: bool = False
 
 
-def arrival_times(count: int, *, rate: float | None, seed: int) -> tuple[float, ...]:
-    """When each request is sent, in seconds: all at 0, or a Poisson process of `rate` a second from 0 on."""
+def arrival_times(count: int, *, rate: float | None, seed: int, burstiness: float = 1.0) -> tuple[float, ...]:
+    """When each request is sent, in seconds: all at 0, or a Poisson process of `rate` a second from 0 on.
+
+    Args:
+      burstiness: see `Arrivals`; 1 is a Poisson process.
+    """
     if rate is None:
         return (0.0,) * count
-    times = tuple(itertools.islice(Arrivals(rate).times(random.Random(seed)), count))
+    times = tuple(itertools.islice(Arrivals(rate, burstiness).times(random.Random(seed)), count))
     return tuple(time - times[0] for time in times)
 
 
@@ -70,19 +74,28 @@ def replay(
     *,
     idle_timeout_s: float,
     body: Callable[[str, TracedRequest], dict[str, Any]] = completion_body,
+    concurrency: int | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[Exchange, ...]:
     """Send `items[i]` at `arrivals[i]`, whatever became of the others (an open loop); wait for all answers.
 
     Args:
       idle_timeout_s: a request that gets no byte for so long is given up.
       body: (model, request) -> what is sent.
+      concurrency: no more than that many are under way at once; the next is sent as one ends (a closed loop).
+      headers: of every request.
     """
     bodies = [body(model, item) for item in items]
-    return asyncio.run(_replay(url, bodies, arrivals, idle_timeout_s))
+    return asyncio.run(_replay(url, bodies, arrivals, idle_timeout_s, concurrency, headers))
 
 
 async def _replay(
-    url: str, bodies: Sequence[dict[str, Any]], arrivals: Sequence[float], idle_timeout_s: float
+    url: str,
+    bodies: Sequence[dict[str, Any]],
+    arrivals: Sequence[float],
+    idle_timeout_s: float,
+    concurrency: int | None,
+    headers: Mapping[str, str] | None,
 ) -> tuple[Exchange, ...]:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=min(_CONNECT_TIMEOUT_S, idle_timeout_s), sock_read=idle_timeout_s
@@ -90,12 +103,13 @@ async def _replay(
     payloads = [aiohttp.JsonPayload(body) for body in bodies]
     # One connection a request: a peer that closes idle ones must not look like one that fails.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    places = asyncio.Semaphore(concurrency or max(len(payloads), 1))
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         start = time.perf_counter()
         return tuple(
             await asyncio.gather(
                 *(
-                    _exchange(session, f"{url}/v1/completions", body, start, arrival)
+                    _exchange(session, f"{url}/v1/completions", body, start, arrival, places)
                     for body, arrival in zip(payloads, arrivals, strict=True)
                 )
             )
@@ -103,9 +117,19 @@ async def _replay(
 
 
 async def _exchange(
-    session: aiohttp.ClientSession, url: str, body: aiohttp.Payload, start: float, arrival: float
+    session: aiohttp.ClientSession,
+    url: str,
+    body: aiohttp.Payload,
+    start: float,
+    arrival: float,
+    places: asyncio.Semaphore,
 ) -> Exchange:
     await asyncio.sleep(start + arrival - time.perf_counter())
+    async with places:
+        return await _send(session, url, body, start)
+
+
+async def _send(session: aiohttp.ClientSession, url: str, body: aiohttp.Payload, start: float) -> Exchange:
     status: int | None = None
     received: list[tuple[float, bytes]] = []
     broken: str | None = None

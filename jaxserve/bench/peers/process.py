@@ -48,6 +48,16 @@ class Running:
         except subprocess.TimeoutExpired:
             return None
 
+    def resident_bytes(self) -> int:
+        """Memory of the process, on Linux; 0 elsewhere, and of a server that is not ours to watch."""
+        if self.process is None:
+            return 0
+        try:
+            lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+
     def last_words(self, lines: int = 3) -> str:
         """The end of its log, on one line; empty where there is none."""
         if self.log is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +37,25 @@ class Identity:
     version: str
 
 
-def wait_until_ready(server: Running, *, timeout_s: float) -> Identity:
+def wait_until_ready(
+    server: Running, *, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> Identity:
     """Return once the server has answered a completion of one token.
+
+    Args:
+      headers: of every request.
 
     Raises:
       NotReadyError: one line that says what came instead.
     """
-    return asyncio.run(_wait(server, time.monotonic() + timeout_s, timeout_s))
+    return asyncio.run(_wait(server, time.monotonic() + timeout_s, timeout_s, headers))
 
 
-async def _wait(server: Running, deadline: float, timeout_s: float) -> Identity:
+async def _wait(
+    server: Running, deadline: float, timeout_s: float, headers: Mapping[str, str] | None
+) -> Identity:
     seen = ""
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers=headers) as session:
         while True:
             code = server.exit_code()
             if code is not None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxserve.bench.peers.answer import Answer, Fault
 from jaxserve.bench.peers.figures import percentile
 from jaxserve.request import ServiceClass, ServiceTargets
@@ -92,8 +90,8 @@ def outcome_of(
 def _of_class(answers: Sequence[Answer], targets: ServiceTargets, seconds: float) -> ClassOutcome:
     whole = [answer for answer in answers if answer.fault is None]
     refused = [answer for answer in answers if answer.fault is Fault.REFUSED]
-    ttft = [answer.chunks[0] - answer.sent for answer in answers if answer.chunks]
-    gaps = [gap for answer in answers for gap in np.diff(answer.chunks).tolist()]
+    ttft = [value for answer in answers if (value := answer.ttft) is not None]
+    gaps = [gap for answer in answers for gap in answer.gaps]
     return ClassOutcome(
         sent=len(answers),
         whole=len(whole),
@@ -110,8 +108,4 @@ def _of_class(answers: Sequence[Answer], targets: ServiceTargets, seconds: float
 
 
 def _is_good(answer: Answer, targets: ServiceTargets) -> bool:
-    if not answer.chunks:
-        return False
-    gaps = answer.output_tokens - 1
-    mean_itl = (answer.chunks[-1] - answer.chunks[0]) / gaps if gaps > 0 else None
-    return targets.met_by(answer.chunks[0] - answer.sent, mean_itl)
+    return answer.ttft is not None and targets.met_by(answer.ttft, answer.tpot)

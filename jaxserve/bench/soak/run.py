@@ -6,11 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from jaxserve.bench.environment import describe_environment
 from jaxserve.bench.peers.peer import own_peer
-from jaxserve.bench.peers.process import Running, running
+from jaxserve.bench.peers.process import running
 from jaxserve.bench.peers.ready import wait_until_ready
 from jaxserve.bench.scrape import scrape
 from jaxserve.bench.soak.client import End, send_all
@@ -92,7 +91,7 @@ def soak(
 
         def every(done: int) -> None:
             if done % max(num_requests // 20, 1) == 0:
-                resident.append((done, _resident_bytes(server)))
+                resident.append((done, server.resident_bytes()))
                 announce(f"{done} of {num_requests} requests, {resident[-1][1] / 2**20:.0f} MiB")
 
         endings = send_all(server.url, name, items, clients=clients, every=every)
@@ -142,16 +141,6 @@ def _spec(num_requests: int) -> WorkloadSpec:
         abort_share=0.15,
         abort_seconds=1.0,
     )
-
-
-def _resident_bytes(server: Running) -> int:
-    """Linux: memory of the server's process; 0 elsewhere."""
-    assert server.process is not None
-    try:
-        lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def report(result: Soak) -> str:
