@@ -172,9 +172,10 @@ class EngineCore:
         wanted = 1 if params.max_tokens is None else params.max_tokens
         if len(prompt) + wanted > limit:
             asked = "at least 1 output token" if params.max_tokens is None else f"max_tokens={wanted}"
+            also = f" and {asked} was asked for" if wanted else ""
             what = "context" if limit == self.config.max_model_len else "KV cache"
             raise InvalidRequestError(
-                f"the {what} holds {limit} tokens, but the prompt has {len(prompt)} and {asked} was asked for",
+                f"the {what} holds {limit} tokens, but the prompt has {len(prompt)}{also}",
                 param="prompt" if len(prompt) + 1 > limit else "max_tokens",
                 code="context_length_exceeded",
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jaxserve.detokenizer import IncrementalDetokenizer
 from jaxserve.outputs import RequestOutput, RequestUpdate, TokenLogprobs
+from jaxserve.pooling import Pool
 from jaxserve.request import FinishReason, Request
 from jaxserve.stop_strings import StopStringMatcher
 from jaxserve.tokenizer import Tokenizer
@@ -77,6 +78,7 @@ class _OutputState:
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         wants_prompt = params.prompt_logprobs is not None and request.index == 0
         self._prompt_logprobs = _PromptLogprobs(request.num_prompt_tokens) if wants_prompt else None
+        self._pool = Pool(params.pooling, request.num_prompt_tokens) if params.pooling is not None else None
         self.ended = False
 
     @property
@@ -89,6 +91,8 @@ class _OutputState:
         request = update.request
         if update.prompt_logprobs and self._prompt_logprobs is not None:
             self._prompt_logprobs.add(update)
+        if update.pooled is not None and self._pool is not None:
+            self._pool.add(update.pooled)
         self._take_tokens(update)
         if request.finish_reason is not None and self.matched is None:
             self._text.append(self._matcher.feed(self._detokenizer.finish(), armed=self._may_stop))
@@ -150,6 +154,7 @@ class _OutputState:
             error=error,
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=min(request.num_accepted_tokens, self.num_output_tokens),
+            embedding=None if self._pool is None else self._pool.embedding(),
         )
         self._text, self._token_ids = [], []
         self._logprobs = None if self._logprobs is None else []

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jaxserve.request import FinishReason, Request
+
+if TYPE_CHECKING:  # whoever plans steps needs no numpy
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,20 @@ class TokenLogprobs:
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PooledTokens:
+    """What a step adds to a request's embedding.
+
+    Attributes:
+      start, count: the tokens that it comes from, by position.
+      vector: float64 [D]; of their final hidden states the sum (mean pooling), or the last one.
+    """
+
+    start: int
+    count: int
+    vector: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,7 @@ class ModelRunnerOutput:
       logprobs: one entry a sampled token, for requests that asked.
       prompt_logprobs: for requests that asked: entries for the prompt positions that this step could score, in
         order. The entry of prompt position p (p >= 1) comes from the step that computed position p - 1.
+      pooled: for requests that want an embedding; with mean pooling from every step that computes tokens of theirs.
       failed: request id -> reason, for rows whose logits were not finite.
       transfers: what was moved since the result before, as measured. The scheduler learns its transfer rates from this
         alone, so its decisions are a function of plans' results, step times and arrivals, all of which can be recorded.
@@ -64,6 +83,7 @@ class ModelRunnerOutput:
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[str, PooledTokens] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     transfers: BlockTransfers = BlockTransfers()
 
@@ -73,7 +93,8 @@ class ModelRunnerOutput:
 class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     """What one step did to one request, as the scheduler accepted it.
 
-    `new_token_ids` may be empty (a prefill chunk with prompt logprobs, or an end without a token).
+    `new_token_ids` may be empty (a prefill chunk with prompt logprobs or a part of an embedding, or an end without a
+    token).
     `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.
     """
 
@@ -82,6 +103,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    pooled: PooledTokens | None = None
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):
@@ -98,6 +120,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
       num_prompt_tokens, num_cached_tokens, num_output_tokens: totals so far.
       num_draft_tokens, num_accepted_tokens: drafts verified for it so far, and those of them in the output.
       prompt_logprobs: on the first output of choice 0 where asked for: one entry a prompt token, the first None.
+      embedding: on the last output, where pooling was asked for: float32 [D], of length 1.
     """
 
     request_id: str
@@ -114,3 +137,4 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    embedding: np.ndarray | None = None

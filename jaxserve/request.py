@@ -10,6 +10,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.grammar import Grammar
@@ -21,6 +22,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_SPECULATIVE_TOKENS = 64
+
+Pooling = Literal["mean", "last"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 class RequestStatus(enum.Enum):
@@ -94,6 +98,7 @@ class SamplingParams:
         always that many, if there are so many; 0 is none. Tokens are the same in any case.
       grammar: what the output must look like; it ends (`stop`) where nothing can follow, also with `ignore_eos`
         and before `min_tokens`.
+      pooling: no tokens are wanted but one vector for the whole prompt (see `jaxserve.pooling`): `max_tokens` is 0.
     """
 
     n: int = 1
@@ -118,6 +123,7 @@ class SamplingParams:
     shown_special_token_ids: frozenset[int] = frozenset()
     speculative_tokens: int | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -163,6 +169,11 @@ class SamplingParams:
                 _require_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.speculative_tokens is not None:
             _require_int("speculative_tokens", self.speculative_tokens, 0, MAX_SPECULATIVE_TOKENS)
+        if self.pooling is not None and (self.pooling not in POOLINGS or self.max_tokens != 0 or self.n != 1):
+            raise InvalidRequestError(
+                f"pooling is one of {', '.join(POOLINGS)}, with max_tokens=0 and n=1; got {self.pooling!r}",
+                param="pooling",
+            )
         self._check_stops()
         self._check_logit_bias()
 

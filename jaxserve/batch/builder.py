@@ -132,7 +132,7 @@ class BatchBuilder:
         array["row_flags"][:num_seqs] = flags | (continues * int(RowFlag.CONTINUES))
         array["sample_positions"][:num_seqs] = np.where(samples, ends, 0)
         wanted = int(np.bitwise_or.reduce(flags))
-        batch_flags = BatchFlag(0)
+        batch_flags = BatchFlag(int(np.bitwise_or.reduce(table.pooling_R[slots])))
         if wanted & RowFlag.RANDOM:
             batch_flags |= BatchFlag.RANDOM
         if wanted & _PROCESSED:

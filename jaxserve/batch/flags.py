@@ -25,3 +25,6 @@ class BatchFlag(enum.IntFlag):
     LOGPROBS = 4
     PROMPT_LOGPROBS = 8
     MASK = 16
+    # Nothing that the device does depends on these: hidden states are there, and read only when somebody wants them.
+    HIDDEN = 32  # of all tokens
+    LAST_HIDDEN = 64  # of each row's last token

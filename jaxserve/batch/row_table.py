@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.batch.flags import RowFlag
+from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.batch.layout import ROW_SETTINGS
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler.output import ScheduledRequest
 
+_HIDDEN_FOR = {"mean": BatchFlag.HIDDEN, "last": BatchFlag.LAST_HIDDEN}
 _DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
@@ -25,6 +26,7 @@ class RowTable:
       banned_until_R: int32, length of the sequence from which on stops are allowed; 0 bans none.
       scored_until_R: int32, prompt positions below this one tell the logprob of the next; 0 where none are wanted.
       logprobs_R: bool, logprobs of sampled tokens are wanted.
+      pooling_R: int32, the bit of `BatchFlag` for what an embedding is pooled of; 0 where none is wanted.
     """
 
     def __init__(self, num_rows: int, blocks: int) -> None:
@@ -35,6 +37,7 @@ class RowTable:
         self.banned_until_R = np.zeros(num_rows, np.int32)
         self.scored_until_R = np.zeros(num_rows, np.int32)
         self.logprobs_R = np.zeros(num_rows, bool)
+        self.pooling_R = np.zeros(num_rows, np.int32)
         self._num_blocks = [0] * num_rows
         self.settings_FR[:] = _settings(0, _DEFAULTS)[:, None]
 
@@ -64,6 +67,7 @@ class RowTable:
         scores = params.prompt_logprobs is not None and request.index == 0
         self.scored_until_R[slot] = request.num_prompt_tokens - 1 if scores else 0
         self.logprobs_R[slot] = params.logprobs is not None
+        self.pooling_R[slot] = 0 if params.pooling is None else int(_HIDDEN_FOR[params.pooling])
 
 
 def has_penalties(params: SamplingParams) -> bool:

@@ -25,6 +25,11 @@ class ToolCallParserChoice(StrEnum):
     smollm2 = "smollm2"
 
 
+class PoolingChoice(StrEnum):
+    mean = "mean"
+    last = "last"
+
+
 def serve(
     model: options.Model,
     host: Annotated[
@@ -114,6 +119,13 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = ToolCallParserChoice.auto,
+    pooling: Annotated[
+        PoolingChoice,
+        typer.Option(
+            help="What /v1/embeddings are made of: the mean of a text's tokens, or its last token.",
+            rich_help_panel=PANEL,
+        ),
+    ] = PoolingChoice.mean,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -159,10 +171,10 @@ def serve(
     """Serve a model over HTTP, with the OpenAI API.
 
     Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not),
-    /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches, GET /v1/models,
-    /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on URL", as soon as requests are
-    taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the
-    engine failed, 2 for bad input.
+    /v1/embeddings, /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches,
+    GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on URL", as soon
+    as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a
+    signal, 1 when the engine failed, 2 for bad input.
 
     \b
     Examples:
@@ -249,6 +261,7 @@ def serve(
                 ),
                 model_names=names,
                 drain_seconds=drain_seconds,
+                pooling=pooling.value,
                 tls=tls,
                 tool_call_parser=tool_call_parser.value,
                 extensions=() if batches is None else (batches,),

@@ -52,7 +52,8 @@ from jaxserve.device.sampling import (
 from jaxserve.device.step import StepOutput
 from jaxserve.device.step_parts import StepParams
 from jaxserve.errors import ConfigError
-from jaxserve.outputs import ModelRunnerOutput, TokenLogprobs
+from jaxserve.outputs import ModelRunnerOutput, PooledTokens, TokenLogprobs
+from jaxserve.pooling import sum_hidden
 from jaxserve.progress import Progress
 from jaxserve.request import Request
 from jaxserve.scheduler.host_tier import HostSpace
@@ -400,19 +401,23 @@ def _row_entries(request: Request) -> tuple[list[int], list[int], list[float]]:
 
 
 def _wanted(output: StepOutput, flags: BatchFlag) -> tuple[Any, ...]:
-    """What the host reads of a step: (token ids, finite, logprobs or None, prompt logprobs or None)."""
+    """What the host reads of a step: (token ids, finite, and logprobs, prompt logprobs, hidden states of all tokens
+    and of each row's last one, or None)."""
     sampled = output.sampled
     return (
         sampled.token_ids_S,
         sampled.finite_S,
         sampled.logprobs if flags & BatchFlag.LOGPROBS else None,
         output.prompt_logprobs if flags & BatchFlag.PROMPT_LOGPROBS else None,
+        output.hidden_PD if flags & BatchFlag.HIDDEN else None,
+        output.hidden_SD if flags & BatchFlag.LAST_HIDDEN else None,
     )
 
 
 def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
     """Copy a step's small results to the host and hand them to their requests."""
-    token_S, finite_S, logprobs, prompt_logprobs = jax.device_get(_wanted(output, batch.flags))
+    wanted = jax.device_get(_wanted(output, batch.flags))
+    token_S, finite_S, logprobs, prompt_logprobs, hidden_PD, hidden_SD = wanted
     tokens, finite = token_S.tolist(), finite_S.tolist()
     result = ModelRunnerOutput()
     for at, row in enumerate(batch.rows):
@@ -428,6 +433,18 @@ def _read_back(output: StepOutput, batch: HostBatch) -> ModelRunnerOutput:
                 result.logprobs[request_id] = [
                     _token_logprobs(logprobs, s, tokens[s], num_top) for s in range(first, last + 1)
                 ]
+        if (pooling := row.request.params.pooling) is not None:
+            start, count = row.num_computed_tokens, row.num_scheduled_tokens
+            of_row = (
+                hidden_PD[batch.first_token[at] :][:count] if pooling == "mean" else hidden_SD[first:][:1]
+            )
+            vector = sum_hidden(of_row)
+            if not np.isfinite(vector).all():
+                result.failed[request_id] = (
+                    "the model produced NaN or infinite hidden states for this request"
+                )
+                continue
+            result.pooled[request_id] = PooledTokens(start, count, vector)
         if prompt_logprobs is not None and batch.num_scored[at]:
             first, position = batch.first_token[at], row.num_computed_tokens + 1
             result.prompt_logprobs[request_id] = [

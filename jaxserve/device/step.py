@@ -80,15 +80,19 @@ class StepOutput:
     Attributes:
       sampled: see there.
       prompt_logprobs: of `target_ids_T`, and of padding behind them [P]; zeros unless BatchFlag.PROMPT_LOGPROBS.
+      hidden_SD, hidden_PD: final hidden states, of each row's last token and of all; what embeddings are pooled of.
     """
 
     sampled: Sampled
     prompt_logprobs: Logprobs
+    hidden_SD: jax.Array
+    hidden_PD: jax.Array
 
     @classmethod
     def structure(cls, *, keep_logits: bool = False) -> StepOutput:
         """An instance with a placeholder for each array, for its tree structure."""
-        return cls(Sampled.structure(keep_logits=keep_logits), Logprobs.structure())
+        leaf: Any = 0
+        return cls(Sampled.structure(keep_logits=keep_logits), Logprobs.structure(), leaf, leaf)
 
 
 def begin_step(
@@ -337,4 +341,4 @@ def finish_step(
         ends, state.sampling, state.last_token_ids_R, hidden_SD, batch.sampling, batch.flags, allowed()
     )
     prompt_logprobs = parts.score(ends, hidden_PD, targets_P, batch.flags)
-    return sampling, last_token_ids_R, StepOutput(sampled, prompt_logprobs)
+    return sampling, last_token_ids_R, StepOutput(sampled, prompt_logprobs, hidden_SD, hidden_PD)

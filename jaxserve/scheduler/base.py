@@ -276,7 +276,7 @@ class BaseScheduler:
 
         Rows of requests that were aborted, finished or preempted since the plan was made are ignored.
 
-        Returns one update for every request with new tokens, new prompt logprobs, or an end.
+        Returns one update for every request with new tokens, prompt logprobs, a part of an embedding, or an end.
         Raises:
           RuntimeError: the result doesn't belong to the plan.
         """
@@ -285,7 +285,7 @@ class BaseScheduler:
         updates: list[RequestUpdate] = []
         step_id, running = plan.step_id, RequestStatus.RUNNING
         block_size, tokens_of, failed = self._config.block_size, result.sampled_token_ids, result.failed
-        logprobs_of, prompt_logprobs_of = result.logprobs, result.prompt_logprobs
+        logprobs_of, prompt_logprobs_of, pooled_of = result.logprobs, result.prompt_logprobs, result.pooled
         filled: list[Request] = []  # have a block more that is full
         ended: list[tuple[Request, FinishReason, int | str | None]] = []
         num_accepted = 0
@@ -340,16 +340,18 @@ class BaseScheduler:
                 filled.append(request)
             if start < len(request.prompt_token_ids) <= computed:
                 self._on_prompt_computed(request)
-            prompt_logprobs, logprobs = None, None
+            prompt_logprobs, logprobs, pooled = None, None, None
             if prompt_logprobs_of and request_id in prompt_logprobs_of:
                 prompt_logprobs = self._new_prompt_logprobs(request_id, start, prompt_logprobs_of[request_id])
+            if pooled_of:
+                pooled = pooled_of.get(request_id)
             if reason is not None:
                 ended.append((request, reason, stop_reason))
-            elif not accepted and not prompt_logprobs:
+            elif not accepted and not prompt_logprobs and pooled is None:
                 continue
             if logprobs_of and request_id in logprobs_of:
                 logprobs = logprobs_of[request_id][: len(accepted)]
-            updates.append(RequestUpdate(request, accepted, logprobs, prompt_logprobs))
+            updates.append(RequestUpdate(request, accepted, logprobs, prompt_logprobs, pooled=pooled))
         self._counters.generation_tokens += num_accepted
         # Together, since what is done again at once is done in half the time; and before their blocks are freed.
         self._kv.commit(filled)

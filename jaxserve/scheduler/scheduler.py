@@ -329,6 +329,8 @@ class Scheduler(BaseScheduler):
     def _reuse_limit(self, entry: Entry) -> int:
         """Most tokens to take from the cache: the logits of a cached position are not computed again."""
         request = entry.request
+        if request.params.pooling == "mean":
+            return 0  # every token's hidden state is wanted, and no cache has them
         if request.params.prompt_logprobs is None or request.index != 0:
             return request.num_tokens
         if entry.num_scored_tokens >= request.num_prompt_tokens:

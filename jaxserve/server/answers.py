@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.anthropic.answer import MessageBuilder, MessageEvents, message_error_body
 from jaxserve.server.conversion import PreparedRequest
+from jaxserve.server.embeddings import EmbeddingsBuilder
 from jaxserve.server.errors import ApiError, error_body
 from jaxserve.server.openai_responses.answer import ResponseEvents, ResponseObjectBuilder
 from jaxserve.server.responses import ChunkBuilder, ResponseBuilder
@@ -24,7 +27,7 @@ class Answer(Protocol):
     def add(self, output: RequestOutput) -> None:
         """Raises: ApiError: the engine could not finish a choice."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any] | msgspec.Struct:
         """The response body, once the last output has come."""
 
 
@@ -49,6 +52,8 @@ def whole_answer(prepared: PreparedRequest, tokenizer: Tokenizer) -> Answer:
     """Of a request that is not streamed."""
     if prepared.endpoint == "/v1/messages":
         return MessageBuilder(prepared, tokenizer)
+    if prepared.endpoint == "/v1/embeddings":
+        return EmbeddingsBuilder(prepared)
     if prepared.endpoint == "/v1/responses":
         return ResponseObjectBuilder(prepared, tokenizer)
     return ResponseBuilder(prepared, tokenizer)

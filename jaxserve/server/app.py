@@ -26,6 +26,7 @@ from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
 from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
+from jaxserve.server.embeddings import prepare_embeddings
 from jaxserve.server.errors import ApiError, shutting_down, to_api_error
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
@@ -124,6 +125,10 @@ class Server:
         """`POST /v1/messages`."""
         return await self._generate(request, "/v1/messages")
 
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/embeddings`."""
+        return await self._generate(request, "/v1/embeddings")
+
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """`POST /v1/responses`."""
         return await self._generate(request, "/v1/responses")
@@ -159,12 +164,15 @@ class Server:
                 self._idle.set()
 
     def _prepare(self, endpoint: Endpoint, data: bytes, caller: Caller) -> PreparedRequest:
-        prepared = prepare(endpoint, data, self.context, caller)
+        if endpoint == "/v1/embeddings":
+            prepared = prepare_embeddings(data, self.context, caller)
+        else:
+            prepared = prepare(endpoint, data, self.context, caller)
         promised = self.engine.check_admission(prepared.prompts)
         return dataclasses.replace(prepared, prompts=promised)
 
     async def _json_response(self, prepared: PreparedRequest, answer: Answer) -> web.Response:
-        if prepared.num_logprobs is None:
+        if prepared.num_logprobs is None and prepared.embeds_as is None:
             return json_response(answer.to_json())
         loop = asyncio.get_running_loop()  # may be megabytes
         body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(answer.to_json()))
@@ -297,6 +305,7 @@ def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Appli
     app.router.add_post("/v1/messages", server.messages)
     app.router.add_post("/v1/messages/count_tokens", server.count_tokens)
     app.router.add_post("/v1/responses", server.responses)
+    app.router.add_post("/v1/embeddings", server.embeddings)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/v1/models/{name:.+}", server.model)
     app.router.add_get("/health", server.health)

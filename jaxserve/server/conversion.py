@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, MAX_N, GenerationRequest, Pooling, SamplingParams
 from jaxserve.server.anthropic.body import prepare_message
 from jaxserve.server.chat_prompt import encode_conversation, encode_text
 from jaxserve.server.errors import model_not_found, renamed_params, unsupported
@@ -40,7 +40,9 @@ MAX_LOGPROB_ENTRIES = 2_000_000  # of one HTTP request or batch line, about 100 
 DEFAULT_COMPLETION_TOKENS = 16
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-Endpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+Endpoint = Literal[
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
+]
 BATCH_ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -59,6 +61,8 @@ class ServingContext:
       max_model_len: longest prompt + output, in tokens.
       service: which class and targets requests have that name none.
       tool_format: how the model writes tool calls; None: not known, so no tools can be offered.
+      pooling: how embeddings are made.
+      embedding_size: how many numbers one has.
     """
 
     tokenizer: Tokenizer
@@ -68,6 +72,8 @@ class ServingContext:
     validator: Validator
     service: ServiceRules = field(default_factory=ServiceRules)
     tool_format: ToolFormat | None = None
+    pooling: Pooling = "mean"
+    embedding_size: int | None = None
 
     def check_model(self, name: str) -> None:
         """Raises: ApiError: no such model is served."""
@@ -89,6 +95,7 @@ class PreparedRequest:
       service_tier: the one that it is served in, where one was asked for.
       repeated: fields of the request that the answer repeats, besides those above.
       tool_use: what of the answer is a tool call; None: nothing.
+      embeds_as: how embeddings are written, where they are what is wanted.
     """
 
     endpoint: Endpoint
@@ -107,6 +114,7 @@ class PreparedRequest:
     service_tier: str | None = None
     repeated: dict[str, Any] = field(default_factory=dict)
     tool_use: ToolUse | None = None
+    embeds_as: Literal["float", "base64"] | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -152,7 +160,7 @@ def _prepare_completion(body: CompletionBody, context: ServingContext, caller: C
     )
     grammar, form = read_grammar(body.response_format, body.structured_outputs)
     params = dataclasses.replace(params, grammar=grammar)
-    prompts = _split_prompts(body)
+    prompts = split_prompts(body.prompt)
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with n={n} make {len(prompts) * n} choices, at most {MAX_CHOICES}",
@@ -394,21 +402,30 @@ def _logit_bias(body: CommonFields) -> dict[int, float] | None:
     return bias
 
 
-def _split_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    prompt = body.prompt
+def split_prompts(
+    prompt: str | list[str | int | list[int]] | None, *, param: str = "prompt"
+) -> list[str] | list[list[int]]:
+    """A text, a list of texts, token ids, or a list of such lists, as one thing or the other.
+
+    Args:
+      param: what the client calls it.
+
+    Raises:
+      InvalidRequestError: it is missing, empty or mixed.
+    """
     if prompt is None:
-        raise InvalidRequestError("missing field 'prompt'", param="prompt", code="missing_field")
+        raise InvalidRequestError(f"missing field '{param}'", param=param, code="missing_field")
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidRequestError("prompt must not be an empty list", param="prompt")
+        raise InvalidRequestError(f"{param} must not be an empty list", param=param)
     if all(isinstance(item, str) for item in prompt):
         return [item for item in prompt if isinstance(item, str)]
     if all(isinstance(item, int) for item in prompt):
         return [[item for item in prompt if isinstance(item, int)]]
     if all(isinstance(item, list) for item in prompt):
         return [item for item in prompt if isinstance(item, list)]
-    raise InvalidRequestError("prompt must not mix texts, token ids and lists of token ids", param="prompt")
+    raise InvalidRequestError(f"{param} must not mix texts, token ids and lists of token ids", param=param)
 
 
 def _generation_requests(

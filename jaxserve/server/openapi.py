@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.server.anthropic.body import CountTokensBody, MessagesBody, TokenCount
+from jaxserve.server.embeddings import Embeddings, EmbeddingsBody
 from jaxserve.server.errors import ErrorBody
 from jaxserve.server.openai_responses.body import ResponsesBody
 from jaxserve.server.protocol import ChatCompletionBody, CompletionBody
@@ -95,6 +96,14 @@ OPERATIONS = (
         TokenCount,
         errors=(400, 404, 413),
         error=None,
+    ),
+    Operation(
+        "post",
+        "/v1/embeddings",
+        "A vector for each text.",
+        EmbeddingsBody,
+        Embeddings,
+        errors=_GENERATION,
     ),
     Operation("post", "/tokenize", "Text to tokens.", TokenizeBody, Tokenized, errors=(400, 404, 413)),
     Operation("post", "/detokenize", "Tokens to text.", DetokenizeBody, Detokenized, errors=(400, 404, 413)),

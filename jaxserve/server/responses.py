@@ -117,7 +117,7 @@ class PieceMaker:
         Raises:
           ApiError: the engine could not finish the choice.
         """
-        _raise_if_failed(output)
+        raise_if_failed(output)
         prompt = self._prompt_index[output.request_id]
         choice = prompt * self._prepared.n + output.index
         self.usage.add(prompt, choice, output)
@@ -201,7 +201,8 @@ class PieceMaker:
         return merge_logprobs(lists, new)
 
 
-def _raise_if_failed(output: RequestOutput) -> None:
+def raise_if_failed(output: RequestOutput) -> None:
+    """Raises: ApiError: the engine could not finish a choice."""
     if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
         reason = output.error or "the request was aborted"
         raise ApiError(500, reason, type="server_error", code="generation_failed")

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from jaxserve.errors import ConfigError
-from jaxserve.request import ServiceTargets
+from jaxserve.request import Pooling, ServiceTargets
 from jaxserve.server.app import Server, ServerOptions, build_app
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerLimits, CircuitBreaker
@@ -46,6 +46,7 @@ class RunOptions:
     model_names: the names that requests may use; empty for the engine's own.
     drain_seconds: seconds that running requests get to end after SIGTERM or SIGINT.
     targets: of interactive requests that name none.
+    pooling: how embeddings are made.
     breaker: when the server stops giving work to an engine that fails.
     tls: speak TLS, if given.
     tool_call_parser: the name of the form in which the model writes tool calls.
@@ -56,6 +57,7 @@ class RunOptions:
     model_names: tuple[str, ...] = ()
     drain_seconds: float = 30.0
     targets: ServiceTargets = field(default_factory=ServiceTargets)
+    pooling: Pooling = "mean"
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     tls: ssl.SSLContext | None = None
     tool_call_parser: str = AUTO
@@ -124,6 +126,8 @@ async def _serve(
         validator=core,
         service=ServiceRules(interactive=options.targets, client_secret=secrets.token_bytes(32)),
         tool_format=tool_format_of(core.tokenizer, options.tool_call_parser),
+        pooling=options.pooling,
+        embedding_size=core.model_config.hidden_size,
     )
     server = Server(engine, context, metrics, options.server)
     runner = JsonAppRunner(

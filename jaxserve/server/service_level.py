@@ -10,15 +10,12 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.plain_numbers import parse_float
 from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.server.api_keys import sent_key
-
-if TYPE_CHECKING:
-    from jaxserve.server.protocol import CommonFields
 
 TTFT_HEADER = "X-SLO-TTFT-MS"
 ITL_HEADER = "X-SLO-ITL-MS"
@@ -31,6 +28,21 @@ _CLASSES = {
 }
 # More than any two `priority` fields can differ by: the tier comes first, the field decides within it.
 _PRIORITY_TIER_LEAD = 2**32
+
+
+class ServiceFields(Protocol):
+    """A body's fields that this is about."""
+
+    @property
+    def service_tier(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def user(self) -> str | None: ...
+    @property
+    def slo_ttft_ms(self) -> float | None: ...
+    @property
+    def slo_itl_ms(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,7 @@ def read_caller(headers: Mapping[str, str], key_name: str = "") -> Caller:
     )
 
 
-def service_level(body: CommonFields, caller: Caller, rules: ServiceRules) -> ServiceLevel:
+def service_level(body: ServiceFields, caller: Caller, rules: ServiceRules) -> ServiceLevel:
     """Decide how a request is served. Of the body's, the header's and the class's own target the first counts.
 
     Raises:

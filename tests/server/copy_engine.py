@@ -10,10 +10,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.output_processor import OutputProcessor
-from jaxserve.outputs import RequestOutput, RequestUpdate, TokenLogprobs
+from jaxserve.outputs import PooledTokens, RequestOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, GenerationRequest, Request, RequestStatus
 from jaxserve.stats import EngineStats
 from jaxserve.tokenizer import Tokenizer
@@ -144,7 +146,12 @@ class CopyEngine:
         logprobs = None
         if params.logprobs is not None:
             logprobs = [self._logprobs(token, params.logprobs) for token in new]
-        return RequestUpdate(request, new, logprobs, prompt_logprobs)
+        pooled = None
+        if params.pooling is not None:
+            pooled = PooledTokens(
+                0, len(prompt), np.bincount(np.array(prompt) % 8, minlength=8).astype(float)
+            )
+        return RequestUpdate(request, new, logprobs, prompt_logprobs, pooled=pooled)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
