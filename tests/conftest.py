@@ -54,6 +54,19 @@ def compile_cache_dir() -> Path:
     return Path(_SESSION_CACHE) / "jaxserve" / "executables"
 
 
+@pytest.fixture(scope="module")
+def quick_to_compile() -> Iterator[None]:
+    """What this module's tests compile is hardly optimised, which takes a third less of the processor's time.
+
+    For tests that compare with a tolerance, or programs with their like; not where optimised code must be exact.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def demo_checkpoint_dir() -> Path:
     """The Orbax store of SmolLM2-135M-Instruct, fetched and converted into checkpoints/ on first use."""

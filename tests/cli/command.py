@@ -9,13 +9,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.server_process import REPOSITORY
+from tests.server_process import QUICK_TO_COMPILE, REPOSITORY
 
 
 def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     inherited = {name: value for name, value in os.environ.items() if name != "JAXSERVE_DEBUG"}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(extra or {})}
+    return {
+        **inherited,
+        **QUICK_TO_COMPILE,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **(extra or {}),
+    }
 
 
 def run_jaxserve(

@@ -26,6 +26,8 @@ from pallas_kernels.paged_attention import XLA
 from tests.device.driver import CONFIG, MODEL, Driver, make_runner
 from tests.fakes import make_request
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 MOST = 5
 # Up to four rows alone, up to eight in a shape of more tokens than rows.
 BUCKETS = ShapeBuckets(((4, (4,)), (64, (8,))), CONFIG.max_blocks_per_seq)

@@ -45,8 +45,7 @@ def test_a_kernel_serves(flag: str, dtype: str, runs: str, model_dir: Path) -> N
     flags = ("--served-model-name", "tiny", "--dtype", dtype, "--attention-backend", flag, *limits)
     body = {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     body |= {"logprobs": 0, "return_token_ids": True}
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiling takes longer than these few steps
-    with ServerProcess(model_dir, *flags, environment=quick) as server, ThreadPoolExecutor() as pool:
+    with ServerProcess(model_dir, *flags) as server, ThreadPoolExecutor() as pool:
         ask = lambda prompt: http.post(server.base_url, "/v1/completions", {**body, "prompt": prompt})  # noqa: E731
         replies = list(pool.map(ask, PROMPTS))
         metrics = http.request(server.base_url, "GET", "/metrics").body.decode()
