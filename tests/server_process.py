@@ -17,6 +17,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # For processes whose programs are compiled for a few steps: a third less time of the processor. What the optimised
 # ones compute is proved in `tests/exactness`, in the tests' own process.
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+# The demo model has so much to compute that it takes longer that way.
+QUICK_TO_RUN = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 
 
 class ServerProcess:

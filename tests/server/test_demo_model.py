@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from tests.server import http
-from tests.server_process import ServerProcess
+from tests.server_process import QUICK_TO_RUN, ServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,9 @@ def demo_url(demo_checkpoint_dir: Path) -> Iterator[str]:
     flags = ("--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--max-model-len", "1024")
     flags += ("--speculative", "ngram", "--num-speculative-tokens", "7")
     with ServerProcess(
-        demo_checkpoint_dir, "--served-model-name", "demo", *flags, start_timeout_s=900
+        *(demo_checkpoint_dir, "--served-model-name", "demo", *flags),
+        environment=QUICK_TO_RUN,
+        start_timeout_s=900,
     ) as server:
         yield server.base_url
 
