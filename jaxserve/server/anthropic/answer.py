@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxserve.outputs import RequestOutput
+from jaxserve.server.answer_blocks import AnswerBlocks, Block, BlockDelta
 from jaxserve.server.conversion import PreparedRequest
 from jaxserve.server.errors import ApiError, encodable
 from jaxserve.server.responses import Piece, PieceMaker, Usage
 from jaxserve.server.stream import event
+from jaxserve.tool_calls.deltas import ToolCallDelta
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -40,20 +42,21 @@ class MessageBuilder:
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._prepared = prepared
         self._maker = PieceMaker(prepared, tokenizer)
-        self._texts: list[str] = []
+        self._answer = AnswerBlocks()
         self._last: Piece | None = None
 
     def add(self, output: RequestOutput) -> None:
         """Raises: ApiError: the engine could not finish it."""
         for piece in self._maker.pieces(output):
-            self._texts.append(piece.text)
+            self._answer.add(piece)
             self._last = piece
 
     def to_json(self) -> dict[str, Any]:
         """The response body."""
         assert self._last is not None, "nothing has come"
+        self._answer.end()
         return {
-            **_message(self._prepared, [{"type": "text", "text": "".join(self._texts)}]),
+            **_message(self._prepared, [_whole_block(block) for block in self._answer.blocks]),
             **_end(self._last),
             "usage": _usage(self._maker.usage),
         }
@@ -65,7 +68,7 @@ class MessageEvents:
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._prepared = prepared
         self._maker = PieceMaker(prepared, tokenizer)
-        self._has_begun = False
+        self._answer = AnswerBlocks()
         self._last: Piece | None = None
 
     def events(self, output: RequestOutput) -> bytes:
@@ -75,7 +78,8 @@ class MessageEvents:
         assert self._last is not None, "nothing has come"
         usage = {"output_tokens": self._maker.usage.completion_tokens}
         return (
-            _event({"type": "content_block_stop", "index": 0})
+            self._deltas(self._answer.end())
+            + _event({"type": "content_block_stop", "index": len(self._answer.blocks) - 1})
             + _event({"type": "message_delta", "delta": _end(self._last), "usage": usage})
             + _event({"type": "message_stop"})
         )
@@ -84,13 +88,9 @@ class MessageEvents:
         return _event(_error(error))
 
     def _piece(self, piece: Piece) -> bytes:
-        begin = b"" if self._has_begun else self._begin()
-        self._has_begun = True
+        begin = b"" if self._last is not None else self._begin()
         self._last = piece
-        delta = {"type": "text_delta", "text": piece.text}
-        if not piece.text:
-            return begin
-        return begin + _event({"type": "content_block_delta", "index": 0, "delta": delta})
+        return begin + self._deltas(self._answer.add(piece))
 
     def _begin(self) -> bytes:
         usage = {**_usage(self._maker.usage), "output_tokens": 0}
@@ -100,17 +100,46 @@ class MessageEvents:
             "stop_sequence": None,
             "usage": usage,
         }
-        block = {"type": "text", "text": ""}
-        return _event({"type": "message_start", "message": message}) + _event(
-            {"type": "content_block_start", "index": 0, "content_block": block}
-        )
+        return _event({"type": "message_start", "message": message})
+
+    def _deltas(self, deltas: list[BlockDelta]) -> bytes:
+        events = []
+        for delta in deltas:
+            block, place = delta.block, {"index": delta.block.index}
+            if delta.is_new:
+                if block.index:
+                    events.append(_event({"type": "content_block_stop", "index": block.index - 1}))
+                content = {"type": "text", "text": ""} if block.call is None else _tool_use(block.call, {})
+                events.append(_event({"type": "content_block_start", **place, "content_block": content}))
+            if delta.text:
+                change = (
+                    {"type": "text_delta", "text": delta.text}
+                    if block.call is None
+                    else {"type": "input_json_delta", "partial_json": delta.text}
+                )
+                events.append(_event({"type": "content_block_delta", **place, "delta": change}))
+        return b"".join(events)
+
+
+def _whole_block(block: Block) -> dict[str, Any]:
+    if block.call is None:
+        return {"type": "text", "text": block.text}
+    try:
+        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        arguments = {"INVALID_JSON": block.text}  # as Anthropic advises clients to do
+    return _tool_use(block.call, arguments)
+
+
+def _tool_use(call: ToolCallDelta, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _event(data: dict[str, Any]) -> bytes:
     return event(data, data["type"])
 
 
-def _message(prepared: PreparedRequest, content: list[dict[str, str]]) -> dict[str, Any]:
+def _message(prepared: PreparedRequest, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "id": prepared.response_id,
         "type": "message",
@@ -124,6 +153,8 @@ def _end(piece: Piece) -> dict[str, str | None]:
     stopped = isinstance(piece.stop_reason, str)
     if piece.finish_reason == "length":
         reason = "max_tokens"
+    elif piece.finish_reason == "tool_calls":
+        reason = "tool_use"
     else:
         reason = "stop_sequence" if stopped else "end_turn"
     return {"stop_reason": reason, "stop_sequence": str(piece.stop_reason) if stopped else None}

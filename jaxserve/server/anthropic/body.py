@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.anthropic.tools import Choice, ClientTool, chat_choice, chat_tools, tool_params
+from jaxserve.server.anthropic.turns import ContentBlock, InputMessage, chat_messages, text_of
 from jaxserve.server.chat_prompt import encode_conversation
 from jaxserve.server.errors import renamed_params, unsupported
 from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
 from jaxserve.server.response_format import JsonSchemaFormat, ResponseFormat
+from jaxserve.server.tool_use import check_tool_choice, check_tools
 
 if TYPE_CHECKING:
     from jaxserve.server.conversion import PreparedRequest, ServingContext
@@ -28,33 +31,6 @@ _NAMES = {
     "user": "metadata.user_id",
     "response_format.json_schema.schema": "output_config.format.schema",
 }
-
-
-class TextBlock(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A piece of text. `cache_control` is a hint that prefix caching here needs not; it has no effect."""
-
-    type: str
-    text: str | None = None
-    cache_control: Any = None
-    citations: Any = None
-    # Of blocks of other types, which are refused by their type.
-    source: Any = None
-    id: Any = None
-    name: Any = None
-    input: Any = None
-    tool_use_id: Any = None
-    content: Any = None
-    is_error: Any = None
-    thinking: Any = None
-    signature: Any = None
-    data: Any = None
-
-
-class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn. An assistant's that is the last one is left open, and the answer goes on where it stops."""
-
-    role: str
-    content: str | list[TextBlock]
 
 
 class Metadata(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -86,15 +62,16 @@ class CountTokensBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
       messages: turns of the roles `user` and `assistant`.
       system: what the model is told before them.
       output_config: what the answer must look like.
+      tools, tool_choice: what the model may, or has to, call.
     """
 
     model: str
     messages: list[InputMessage]
-    system: str | list[TextBlock] | None = None
+    system: str | list[ContentBlock] | None = None
     output_config: OutputConfig | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: Choice | None = None
     # Known, not honoured.
-    tools: Any = None
-    tool_choice: Any = None
     thinking: Any = None
     mcp_servers: Any = None
     output_format: Any = None
@@ -127,15 +104,11 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "speed": ("standard",),
 }
 _UNHONOURED = (
-    "tools",
-    "tool_choice",
     "thinking",
     "mcp_servers",
     "output_format",
@@ -164,7 +137,7 @@ def prepare_message(
     chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     chat.response_format = _response_format(body.output_config)
     chat.user = None if body.metadata is None else body.metadata.user_id
-    with renamed_params(_NAMES):
+    with renamed_params(_NAMES | tool_params(body.tools)):
         prepared = prepare_chat(chat)
     return replace(
         prepared, endpoint="/v1/messages", response_id="msg_" + prepared.response_id.removeprefix("chatcmpl-")
@@ -192,9 +165,16 @@ def count_tokens(data: bytes, context: ServingContext) -> TokenCount:
     body = decode(data, CountTokensBody)
     refuse_unhonoured(body, _UNHONOURED, _NEUTRAL)
     context.check_model(body.model)
-    with renamed_params(_NAMES):
+    chat = _chat(body)
+    with renamed_params(_NAMES | tool_params(body.tools)):
+        check_tools(chat.tools, context.tool_format)
+        check_tool_choice(chat.tool_choice, chat.tools)
         tokens = encode_conversation(
-            _chat(body), context.tokenizer, context.max_model_len, tools=None, tool_format=context.tool_format
+            chat,
+            context.tokenizer,
+            context.max_model_len,
+            tools=None if chat.tool_choice == "none" else chat.tools,
+            tool_format=context.tool_format,
         )
     return TokenCount(input_tokens=len(tokens))
 
@@ -202,39 +182,19 @@ def count_tokens(data: bytes, context: ServingContext) -> TokenCount:
 def _chat(body: CountTokensBody) -> ChatCompletionBody:
     messages = []
     if body.system is not None:
-        messages.append(ChatMessage(role="system", content=_text("system", body.system)))
+        messages.append(ChatMessage(role="system", content=text_of("system", body.system)))
     for index, message in enumerate(body.messages):
-        where = f"messages[{index}]"
-        if message.role not in ("user", "assistant"):
-            raise InvalidRequestError(
-                f"{where}.role must be 'user' or 'assistant', got {message.role[:40]!r}",
-                param=f"{where}.role",
-            )
-        messages.append(ChatMessage(role=message.role, content=_text(f"{where}.content", message.content)))
+        messages += chat_messages(f"messages[{index}]", message)
     if not body.messages:
         raise InvalidRequestError("messages must hold at least one message", param="messages")
+    if messages[-1].tool_calls:
+        raise InvalidRequestError("the last message uses a tool; its result is missing", param="messages")
+    choice = body.tool_choice
     return ChatCompletionBody(
         model=body.model,
         messages=messages,
-        continue_final_message=body.messages[-1].role == "assistant" or None,
+        continue_final_message=messages[-1].role == "assistant" or None,
+        tools=chat_tools(body.tools),
+        tool_choice=chat_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
     )
-
-
-def _text(where: str, content: str | list[TextBlock]) -> str:
-    if isinstance(content, str):
-        return content
-    if not content:
-        raise InvalidRequestError(f"{where} must not be an empty list", param=where)
-    texts = []
-    for index, block in enumerate(content):
-        path = f"{where}[{index}]"
-        if block.type != "text":
-            raise unsupported(f"{path}.type", f"{path}: only blocks of the type 'text' are supported")
-        if block.text is None:
-            raise InvalidRequestError(f"{path}.text is missing", param=f"{path}.text")
-        for name in block.__struct_fields__:
-            value = getattr(block, name)
-            if name not in ("type", "text", "cache_control") and value not in (None, []):
-                raise unsupported(f"{path}.{name}", f"'{path}.{name}' is not supported by this server")
-        texts.append(block.text)
-    return "\n".join(texts)

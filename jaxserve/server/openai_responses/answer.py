@@ -5,50 +5,61 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.outputs import RequestOutput
+from jaxserve.server.answer_blocks import AnswerBlocks, Block, BlockDelta
 from jaxserve.server.conversion import PreparedRequest
 from jaxserve.server.errors import ApiError, encodable
 from jaxserve.server.responses import Piece, PieceMaker, Usage
 from jaxserve.server.stream import event
+from jaxserve.tool_calls.deltas import ToolCallDelta
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
-_PLACE = {"output_index": 0, "content_index": 0}
-
 
 class _Answer:
-    """A response while it is made: one message, with one part, a text."""
+    """A response while it is made: messages, each with one part, a text; and function calls."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._prepared = prepared
         self._maker = PieceMaker(prepared, tokenizer)
-        self._texts: list[str] = []
-        self.logprobs: list[dict[str, Any]] = []
+        self._answer = AnswerBlocks()
+        self._id = prepared.response_id.removeprefix("resp_")
+        self.logprobs: list[dict[str, Any]] = []  # of the text, where there are no calls
         self._finish_reason: str | None = None
-        self.item_id = "msg_" + prepared.response_id.removeprefix("resp_")
 
-    def add(self, output: RequestOutput) -> list[Piece]:
-        """Raises: ApiError: the engine could not finish it."""
-        pieces = self._maker.pieces(output)
-        for piece in pieces:
-            self._texts.append(piece.text)
-            self.logprobs += _logprobs_of(piece)
+    def add(self, output: RequestOutput) -> list[tuple[BlockDelta, list[dict[str, Any]]]]:
+        """What is new, each with its logprobs. Raises: ApiError: the engine could not finish it."""
+        news = []
+        for piece in self._maker.pieces(output):
+            logprobs = _logprobs_of(piece)
+            self.logprobs += logprobs
             self._finish_reason = piece.finish_reason
-        return pieces
+            news += [(delta, logprobs) for delta in self._answer.add(piece, wants_text=bool(logprobs))]
+        return news
+
+    def end(self) -> list[BlockDelta]:
+        """No more output comes."""
+        return self._answer.end()
 
     @property
-    def text(self) -> str:
-        return "".join(self._texts)
+    def last_block(self) -> Block:
+        return self._answer.blocks[-1]
 
     @property
     def status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
-    def part(self) -> dict[str, Any]:
-        return _part(self.text, self.logprobs)
+    def item_id(self, block: Block) -> str:
+        if block.call is not None:
+            return f"fc_{self._id}_{block.index}"
+        return f"msg_{self._id}" if not block.index else f"msg_{self._id}_{block.index}"
 
-    def item(self) -> dict[str, Any]:
-        return _item(self.item_id, self.status, [self.part()])
+    def item(self, block: Block) -> dict[str, Any]:
+        """As it is in the end. Only the last one may be incomplete."""
+        status = self.status if block is self.last_block else "completed"
+        if block.call is not None:
+            return _call_item(self.item_id(block), status, block.call, block.text)
+        return _item(self.item_id(block), status, [_part(block.text, self.logprobs)])
 
     def response(self, status: str, *, error: ApiError | None = None) -> dict[str, Any]:
         """The response object. It holds an output and counts once it has ended."""
@@ -62,12 +73,11 @@ class _Answer:
             "error": None if error is None else {"code": "server_error", "message": encodable(error.message)},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": prepared.model,
-            "output": [self.item()] if has_ended else [],
+            "output": [self.item(block) for block in self._answer.blocks] if has_ended else [],
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": prepared.service_tier or "default",
             "store": False,
-            "tools": [],
             "truncation": "disabled",
             "usage": _usage(self._maker.usage) if has_ended else None,
             **prepared.repeated,
@@ -86,6 +96,7 @@ class ResponseObjectBuilder:
 
     def to_json(self) -> dict[str, Any]:
         """The response body."""
+        self._answer.end()
         return self._answer.response(self._answer.status)
 
 
@@ -94,44 +105,72 @@ class ResponseEvents:
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self._answer = _Answer(prepared, tokenizer)
+        self._open: Block | None = None
         self._sent = 0
 
     def events(self, output: RequestOutput) -> bytes:
-        pieces = self._answer.add(output)  # raises before anything counts as sent
+        news = self._answer.add(output)  # raises before anything counts as sent
         begin = b"" if self._sent else self._begin()
-        return begin + b"".join([self._delta(piece) for piece in pieces])
+        return begin + b"".join([self._delta(delta, logprobs) for delta, logprobs in news])
 
     def end(self) -> bytes:
         answer = self._answer
-        place = {"item_id": answer.item_id, **_PLACE}
-        return (
-            self._event("output_text.done", **place, text=answer.text, logprobs=answer.logprobs)
-            + self._event("content_part.done", **place, part=answer.part())
-            + self._event("output_item.done", output_index=0, item=answer.item())
-            + self._event(answer.status, response=answer.response(answer.status))
-        )
+        rest = b"".join([self._delta(delta, []) for delta in answer.end()])
+        return rest + self._close() + self._event(answer.status, response=answer.response(answer.status))
 
     def failure(self, error: ApiError) -> bytes:
         return self._event("failed", response=self._answer.response("failed", error=error))
 
     def _begin(self) -> bytes:
-        answer = self._answer
-        item = _item(answer.item_id, "in_progress", [])
-        return (
-            self._event("created", response=answer.response("in_progress"))
-            + self._event("in_progress", response=answer.response("in_progress"))
-            + self._event("output_item.added", output_index=0, item=item)
-            + self._event("content_part.added", item_id=answer.item_id, **_PLACE, part=_part("", []))
+        response = self._answer.response("in_progress")
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def _delta(self, delta: BlockDelta, logprobs: list[dict[str, Any]]) -> bytes:
+        block = delta.block
+        begin = self._close() + self._begin_item(block) if delta.is_new else b""
+        if not delta.text and not logprobs:
+            return begin
+        if block.call is not None:
+            return begin + self._event(
+                "function_call_arguments.delta", **self._place(block), delta=delta.text
+            )
+        return begin + self._event(
+            "output_text.delta", **self._place(block), delta=delta.text, logprobs=logprobs
         )
 
-    def _delta(self, piece: Piece) -> bytes:
-        logprobs = _logprobs_of(piece)
-        if not piece.text and not logprobs:
-            return b""
-        place = {"item_id": self._answer.item_id, **_PLACE}
-        return self._event("output_text.delta", **place, delta=piece.text, logprobs=logprobs)
+    def _begin_item(self, block: Block) -> bytes:
+        self._open = block
+        item_id = self._answer.item_id(block)
+        if block.call is not None:
+            item = _call_item(item_id, "in_progress", block.call, "")
+            return self._event("output_item.added", output_index=block.index, item=item)
+        item = _item(item_id, "in_progress", [])
+        return self._event("output_item.added", output_index=block.index, item=item) + self._event(
+            "content_part.added", **self._place(block), part=_part("", [])
+        )
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _close(self) -> bytes:
+        """The end of the item that is open, if there is one."""
+        block, self._open = self._open, None
+        if block is None:
+            return b""
+        item, place = self._answer.item(block), self._place(block)
+        if block.call is not None:
+            ended = self._event(
+                "function_call_arguments.done", **place, name=block.call.name, arguments=block.text
+            )
+        else:
+            [part] = item["content"]
+            ended = self._event(
+                "output_text.done", **place, text=part["text"], logprobs=part["logprobs"]
+            ) + self._event("content_part.done", **place, part=part)
+        return ended + self._event("output_item.done", output_index=block.index, item=item)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place = {"item_id": self._answer.item_id(block), "output_index": block.index}
+        return place if block.call is not None else {**place, "content_index": 0}
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         kind = f"response.{name}"
         number, self._sent = self._sent, self._sent + 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
@@ -144,6 +183,11 @@ def _logprobs_of(piece: Piece) -> list[dict[str, Any]]:
 
 def _item(item_id: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _call_item(item_id: str, status: str, call: ToolCallDelta, arguments: str) -> dict[str, Any]:
+    called = {"call_id": call.id, "name": call.name, "arguments": arguments}
+    return {"id": item_id, "type": "function_call", "status": status, **called}
 
 
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

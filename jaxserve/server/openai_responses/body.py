@@ -15,7 +15,15 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import renamed_params, unsupported
-from jaxserve.server.protocol import ChatCompletionBody, ChatMessage, decode, refuse_unhonoured
+from jaxserve.server.openai_responses.tools import Choice, FunctionTool, chat_choice, chat_tools, tool_params
+from jaxserve.server.protocol import (
+    CalledFunction,
+    ChatCompletionBody,
+    ChatMessage,
+    ToolCall,
+    decode,
+    refuse_unhonoured,
+)
 from jaxserve.server.response_format import JsonSchemaFormat, ResponseFormat
 
 if TYPE_CHECKING:
@@ -52,18 +60,26 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A message: `role` and `content`. `id` and `status` are those of an earlier answer, without effect."""
+    """A message, a call or its result. `id` and `status` are those of an earlier answer, without effect.
+
+    Attributes:
+      type: `message` (also where absent), `function_call` or `function_call_output`.
+      role, content: of a message.
+      call_id: which call it is, or is the result of.
+      name, arguments: of a call; the arguments are the text of a JSON object.
+      output: the result.
+    """
 
     type: str | None = None
     role: str | None = None
     content: str | list[InputPart] | None = None
     id: str | None = None
     status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
     # Of items of other types, which are refused by their type.
-    call_id: Any = None
-    name: Any = None
-    arguments: Any = None
-    output: Any = None
     summary: Any = None
     encrypted_content: Any = None
     phase: Any = None
@@ -88,13 +104,14 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     Attributes:
       model: a name of `/v1/models`.
-      input: a text (the user's), or messages.
+      input: a text (the user's), or messages, calls and their results.
       instructions: what the model is told before them.
       max_output_tokens: most tokens of the answer; absent: as many as fit.
       temperature, top_p: absent, the model's generation defaults decide.
       top_logprobs, include: each token's logprob and that many alternatives, with `message.output_text.logprobs` in
         `include`.
       text: what the answer must look like.
+      tools, tool_choice, parallel_tool_calls: as for chats.
       service_tier, user: as for chats.
     """
 
@@ -106,6 +123,9 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     stream: bool | None = None
     service_tier: str | None = None
@@ -119,14 +139,11 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     background: Any = None
     conversation: Any = None
     max_tool_calls: Any = None
-    parallel_tool_calls: Any = None
     previous_response_id: Any = None
     prompt: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
     stream_options: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     truncation: Any = None
     context_management: Any = None
     moderation: Any = None
@@ -135,11 +152,8 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "background": (False,),
-    "parallel_tool_calls": (True, False),
     "reasoning": ({},),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 _UNHONOURED = (
@@ -147,14 +161,11 @@ _UNHONOURED = (
     "background",
     "conversation",
     "max_tool_calls",
-    "parallel_tool_calls",
     "previous_response_id",
     "prompt",
     "prompt_cache_retention",
     "reasoning",
     "stream_options",
-    "tool_choice",
-    "tools",
     "truncation",
     "context_management",
     "moderation",
@@ -172,9 +183,10 @@ def prepare_response(
             f"max_output_tokens must be at least 1, got {body.max_output_tokens}", param="max_output_tokens"
         )
     logprobs = _wants_logprobs(body)
+    messages, message_names = _messages(body)
     chat = ChatCompletionBody(
         model=body.model,
-        messages=_messages(body),
+        messages=messages,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -184,8 +196,11 @@ def prepare_response(
         service_tier=body.service_tier,
         user=body.user,
         response_format=_response_format(body.text),
+        tools=chat_tools(body.tools),
+        tool_choice=chat_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
     )
-    with renamed_params(_NAMES):
+    with renamed_params(_NAMES | message_names | tool_params(body.tools)):
         prepared = prepare_chat(chat)
     params = prepared.prompts[0].params
     return replace(
@@ -200,7 +215,8 @@ def prepare_response(
             "top_p": params.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "user": body.user,
-            "tool_choice": body.tool_choice or "auto",
+            "tools": msgspec.to_builtins(body.tools or []),
+            "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
             "text": {"format": _echoed(body.text)},
             "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
         },
@@ -225,6 +241,8 @@ def _wants_logprobs(body: ResponsesBody) -> bool:
             raise unsupported("include", f"include: {name[:80]!r} is not supported by this server")
     if body.top_logprobs and not body.include:
         raise InvalidRequestError(f"'top_logprobs' needs {_LOGPROBS!r} in 'include'", param="top_logprobs")
+    if body.include and body.tools and body.tool_choice != "none":
+        raise unsupported("include", "logprobs are not supported together with tools")
     return bool(body.include)
 
 
@@ -235,24 +253,61 @@ def _echoed(text: TextOptions | None) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _messages(body: ResponsesBody) -> list[ChatMessage]:
-    messages = []
+def _messages(body: ResponsesBody) -> tuple[list[ChatMessage], dict[str, str]]:
+    """(the messages of the chat, what their fields are called here where it is not known from `_NAMES`)."""
+    messages: list[ChatMessage] = []
+    names: dict[str, str] = {}
     if body.instructions is not None:
         messages.append(ChatMessage(role="system", content=body.instructions))
     if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
+        return [*messages, ChatMessage(role="user", content=body.input)], names
     if not body.input:
         raise InvalidRequestError("input must not be an empty list", param="input")
     for index, item in enumerate(body.input):
         where = f"input[{index}]"
-        if item.type not in (None, "message"):
-            raise unsupported(f"{where}.type", f"{where}: only items of the type 'message' are supported")
-        if item.role not in ("user", "assistant", "system", "developer"):
-            raise InvalidRequestError(
-                f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", param=f"{where}.role"
-            )
-        messages.append(ChatMessage(role=item.role, content=_text(f"{where}.content", item.content)))
-    return messages
+        if item.type == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                messages.append(ChatMessage(role="assistant"))
+            calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+            path = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}].function.arguments"
+            names[path] = f"{where}.arguments"
+            calls.append(_call(where, item))
+        elif item.type == "function_call_output":
+            call_id = _given(f"{where}.call_id", item.call_id)
+            output = "" if item.output == "" else _text(f"{where}.output", item.output)
+            messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=output))
+        else:
+            messages.append(_message(where, item))
+        names[f"messages[{len(messages) - 1}]"] = where
+    return messages, names
+
+
+def _message(where: str, item: InputItem) -> ChatMessage:
+    if item.type not in (None, "message"):
+        raise unsupported(
+            f"{where}.type",
+            f"{where}: only items of the types 'message', 'function_call' and 'function_call_output' are supported",
+        )
+    if item.role not in ("user", "assistant", "system", "developer"):
+        raise InvalidRequestError(
+            f"{where}.role must be 'user', 'assistant', 'system' or 'developer'", param=f"{where}.role"
+        )
+    return ChatMessage(role=item.role, content=_text(f"{where}.content", item.content))
+
+
+def _call(where: str, item: InputItem) -> ToolCall:
+    return ToolCall(
+        id=_given(f"{where}.call_id", item.call_id),
+        function=CalledFunction(
+            name=_given(f"{where}.name", item.name), arguments=_given(f"{where}.arguments", item.arguments)
+        ),
+    )
+
+
+def _given(where: str, value: str | None) -> str:
+    if value is None:
+        raise InvalidRequestError(f"missing field '{where}'", param=where, code="missing_field")
+    return value
 
 
 def _text(where: str, content: str | list[InputPart] | None) -> str:
