@@ -56,14 +56,17 @@ def compile_cache_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def quick_to_compile() -> Iterator[None]:
-    """What this module's tests compile is hardly optimised, which takes a third less of the processor's time.
+    """What this module's tests, and the processes they start, compile is hardly optimised: a third less work.
 
-    For tests that compare with a tolerance, or programs with their like; not where optimised code must be exact.
+    For tests that compare with a tolerance, or programs with their like; not where optimised code must be exact. Not
+    with models of the session, which other modules want optimised.
     """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

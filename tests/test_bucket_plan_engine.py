@@ -17,6 +17,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine_factory import create_engine
 from jaxserve.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 SHAPES = [{"tokens": 3, "seqs": [3]}, {"tokens": 40, "seqs": [2, 6]}]
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
 

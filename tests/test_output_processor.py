@@ -13,6 +13,8 @@ from jaxserve.outputs import RequestOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, SamplingParams
 from tests.text_models import byte_tokens, smollm2, token_with_bytes
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 EOS = 2
 
 

@@ -10,6 +10,8 @@ from jaxserve.batch.ready_buckets import ReadyBuckets, in_order_of_use
 from jaxserve.errors import ConfigError
 from tests.fakes import make_config
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 
 @st.composite
 def plans(draw: st.DrawFn) -> ShapeBuckets:

@@ -18,6 +18,8 @@ from jaxserve.config import EngineConfig, resolve
 from jaxserve.workload.traced_request import TracedRequest
 from tests.device.driver import MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 
 def test_the_floor_is_the_slower_of_reading_and_computing() -> None:
     rates = MachineRates(bytes_per_second=100.0, flops_per_second=10.0)

@@ -21,6 +21,8 @@ from jaxserve.bench.peers.report import fault_lines, markdown, report, to_json
 from jaxserve.errors import ConfigError
 from jaxserve.workload.traced_request import TracedRequest, Workload
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 ODD_PEER = Path(__file__).with_name("odd_peer.py")
 WORKLOAD = Workload("tiny", tuple(TracedRequest(tuple(range(10, 10 + size)), 12) for size in (3, 20, 7)))
 LOAD = Load(idle_timeout_s=5.0, ready_timeout_s=30.0)

@@ -17,6 +17,8 @@ from jaxserve.bench.soak.run import Soak
 from jaxserve.request import ServiceClass, ServiceTargets
 from jaxserve.workload.traced_request import TracedRequest
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 TARGETS = ServiceTargets(ttft_seconds=1.0, itl_seconds=0.1)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "16")
 

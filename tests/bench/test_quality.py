@@ -25,6 +25,8 @@ from jaxserve.outputs import TokenLogprobs
 from tests.checkpoint.tiny_files import tiny_config, tiny_tensors, write_huggingface
 from tests.models.model_harness import sequence_logits
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAM = Exam("It was a bright cold day in April, and the clocks said", ("he", "hell", "cold day"), 24, 6)
 

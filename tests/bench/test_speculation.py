@@ -12,6 +12,8 @@ from jaxserve.bench.speculation.run import ON, Texts, measure_speculation, read_
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 KINDS = (Texts("edit", 0.0, ("a b c a b c a b", "x y x y x y")), Texts("chat", 0.9, ("hello",)))
 

@@ -15,6 +15,8 @@ from jaxserve.config import EngineConfig, replace
 from jaxserve.engine_factory import create_engine
 from jaxserve.workload.traced_request import TracedRequest, Workload
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 OPTIONS = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=128)
 # The long one comes with the short ones: static batching pads them to it.
 WORKLOAD = Workload(

@@ -16,6 +16,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.workload.traced_request import TracedRequest
 from tests.device.driver import MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 ITEMS = tuple(TracedRequest(tuple(range(10, 10 + prompt)), 20) for prompt in (3, 21, 9))
 
 

@@ -13,6 +13,8 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.cli.main import run
 from jaxserve.recording.costs_file import read_costs
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,

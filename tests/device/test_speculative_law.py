@@ -17,6 +17,8 @@ from scipy import stats
 from jaxserve.device.verification import accepted_rows
 from tests.device.sampling_rows import RANDOM_ROW, make_rows, no_processing
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 VOCAB, NUM_DRAFTS, LENGTH, DRAWS = 4, 2, 3, 20_000
 TEMPERATURE = 0.8
 accepted = jax.jit(accepted_rows)

@@ -13,6 +13,8 @@ from tests.server import http
 from tests.server_process import ServerProcess
 from tests.tiny_model import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
 LIMITS = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 96}
 PROMPTS = [list(range(300, 340)), [7, 8, 9]]
 NUM_TOKENS = 5
