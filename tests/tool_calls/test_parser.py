@@ -108,6 +108,7 @@ MALFORMED = [
     (HERMES, '<tool_call>[{"name": "get", "arguments": {}}]</tool_call>', "a list, which the family has not"),
     (HERMES, '<tool_call>{"name": "get"', "broken off before the arguments"),
     (HERMES, "so: <tool_ca", "broken off in the opening"),
+    (HERMES, "\n <tool_call> no", "white space before it"),
     (HERMES, 'no frame: {"name": "get", "arguments": {}}', "no frame"),
     (SMOLLM2, '<tool_call>[{"name": "nobody", "arguments": {}}]</tool_call>', "not offered"),
     (SMOLLM2, "<tool_call>[] and more", "an empty list that does not end"),
