@@ -21,6 +21,15 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 TARGETS = ServiceTargets(ttft_seconds=1.0, itl_seconds=0.1)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4", "--max-num-batched-tokens", "16")
+FEW_SHAPES = {"jaxserve_bucket_plan": 1, "shapes": [{"tokens": 4, "seqs": [4]}, {"tokens": 16, "seqs": [4]}]}
+
+
+@pytest.fixture
+def limits(tmp_path: Path) -> tuple[str, ...]:
+    """Flags of a server that has little to compile."""
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(FEW_SHAPES))
+    return (*LIMITS, "--bucket-plan", str(plan))
 
 
 def _answer(sent: float, *chunks: float, fault: Fault | None = None, ended: float | None = None) -> Answer:
@@ -94,10 +103,12 @@ def test_a_soak_that_finds_something_says_so(changes: dict[str, object]) -> None
     assert not Soak(**{**well, **rest, **changes}).is_well  # type: ignore[arg-type]
 
 
-def test_a_small_soak(tiny_huggingface_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_soak(
+    tiny_huggingface_dir: Path, limits: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A pool of less than half of what 4 requests may need at once."""
     found = tmp_path / "soak.json"
-    pool = ("--num-blocks", "32", "--block-size", "16", *LIMITS)
+    pool = ("--num-blocks", "32", "--block-size", "16", *limits)
     counts = ("--requests", "100", "--clients", "12", "--compare", "12", "--json", str(found))
     code = main(["soak", "--model", str(tiny_huggingface_dir), *counts, "--", *pool])
     said = capsys.readouterr().out
@@ -110,11 +121,11 @@ def test_a_small_soak(tiny_huggingface_dir: Path, tmp_path: Path, capsys: pytest
 
 
 def test_a_small_pressure(
-    tiny_huggingface_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_huggingface_dir: Path, limits: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = tmp_path / "pressure.json"
     run = ("--loads", "3", "--seconds", "1", "--json", str(found), "--plot", str(tmp_path / "p.png"))
-    assert main(["pressure", "--model", str(tiny_huggingface_dir), *run, "--", *LIMITS]) == 0
+    assert main(["pressure", "--model", str(tiny_huggingface_dir), *run, "--", *limits]) == 0
     result = json.loads(found.read_text())
     for outcomes in result["outcomes"].values():
         [one] = outcomes.values()
