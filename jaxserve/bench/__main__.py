@@ -136,6 +136,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     _add_formats(swap)
     swap.add_argument("--tokens", type=positive, default=1000, metavar="N", help="[default: 1000]")
     swap.add_argument("--repeats", type=positive, default=7, metavar="K", help="[default: 7]")
+    grammars = commands.add_parser(
+        "grammars",
+        help="how many JSON schemas answers can be kept to, and what that takes",
+        description="Compile the schemas of a folder of MaskBench files (github.com/guidance-ai/jsonschemabench, "
+        "maskbench/data) for the model's vocabulary, and run their instances through them. Exit codes: 0; 1 if "
+        "something was accepted that a schema forbids; 2 for bad input.",
+    )
+    grammars.add_argument("folder", type=Path, metavar="FOLDER")
+    grammars.add_argument("--model", default="smollm2", metavar="MODEL", help="[default: smollm2]")
+    grammars.add_argument("--sample", type=positive, metavar="N", help="only N of them, always the same")
+    grammars.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     quality = commands.add_parser(
         "quality",
         help="what smaller number formats cost in quality",
@@ -351,6 +362,19 @@ def _measure_quality(arguments: argparse.Namespace, progress: Progress) -> Measu
     return quality.report(result), quality.to_json(result), 0
 
 
+def _measure_grammars(arguments: argparse.Namespace, progress: Progress) -> Measured:
+    from jaxserve.bench import grammars
+    from jaxserve.checkpoint import open_checkpoint, resolve_model
+    from jaxserve.model_store import default_store
+
+    files = grammars.choose_files(arguments.folder, arguments.sample)
+    checkpoint = open_checkpoint(resolve_model(arguments.model, store=default_store(), progress=progress))
+    eos = checkpoint.generation.eos_token_ids
+    figures = grammars.measure_grammars(files, checkpoint.load_tokenizer(), eos, progress)
+    wrong = figures.instances[False, True]
+    return grammars.report(figures), grammars.to_json(figures), EXIT_DISAGREE if wrong else 0
+
+
 def _measure_simulation(arguments: argparse.Namespace, progress: Progress) -> Measured:
     from jaxserve.bench import simulation
     from jaxserve.workload.arrivals import Arrivals, Lengths
@@ -393,6 +417,7 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
     "slow-clients": slow_clients_command.measure,
     "speculation": speculation_command.measure,
     "quality": _measure_quality,
+    "grammars": _measure_grammars,
     "simulation": _measure_simulation,
 }
 

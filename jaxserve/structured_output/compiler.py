@@ -18,7 +18,7 @@ from jaxserve.tokenizer import Tokenizer
 _KEPT = 64  # compiled grammars
 _ERROR_CHARS = 300
 _CONTROL = re.compile("[\x7f-\x9f]")
-# A mask takes 0.1 to 0.5 ms as a rule. What would take half a second is too complex.
+# A mask takes 0.02 to 0.5 ms as a rule. What would take half a second is too complex.
 _LIMITS = LLParserLimits(initial_lexer_fuel=500_000, step_lexer_fuel=50_000, verbose_errors=False)
 # Between the parts of JSON: enough for deep indentation, and an end for a model that would go on with newlines forever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
