@@ -256,7 +256,8 @@ class EngineCore:
 
         That is the result of the same step; with `config.overlap`, of the one launched by the call before, so that the
         device works while the host does. Sequences whose end comes to light then have a row in the step just launched:
-        it is computed for nothing, and ignored.
+        it is computed for nothing, and ignored. A step in which somebody has a grammar is taken in before the next is
+        planned.
 
         When the device fails, what it held is lost, and nothing else: its state is made anew, and all that ran begins
         again from the tokens it has, which gives the same ones. After `MAX_STEP_FAILURES` in a row whatever ran in the
@@ -275,25 +276,21 @@ class EngineCore:
         started = self._clock()
         waited = 0.0
         updates: list[RequestUpdate] = []
+        due = self._launched
         try:
-            due = launched = self._launch(started)
-            if self.config.overlap:
-                due, self._launched = self._launched, launched
-            if due is not None:
-                asked = self._clock()
-                result = self._on_device(self._runner.read, due.step)
-                waited = self._clock() - asked
-                if launched is due or launched is None:
-                    self._gap.busy(asked + waited)
-                result.failed.update(self._masks.take_failures())
-                updates = self._scheduler.update_from_output(due.plan, result)
-                if self._masks.is_used:
-                    updates = [self._follow_grammar(update) for update in updates]
-                self._scheduler.note_first_tokens(updates, asked + waited)
-                self._goodput.tokens(updates, asked + waited)
-                self._lost.worked(updates)
-                self._count(due)
-                self.stats.step_failures_in_a_row = 0
+            if due is not None and due.batch.flags & BatchFlag.MASK:
+                # Its tokens decide what may follow them: the next step waits for them, and nobody has to miss it.
+                self._launched = None
+                updates, waited = self._take_in(due, is_last=True)
+                self._launched = self._launch(started)
+            else:
+                launched = self._launch(started)
+                if self.config.overlap:
+                    self._launched = launched
+                else:
+                    due = launched
+                if due is not None:
+                    updates, waited = self._take_in(due, is_last=launched is due or launched is None)
         except _LostStepError as lost:
             due = None
             self._recover(lost.__cause__)
@@ -309,6 +306,32 @@ class EngineCore:
         self.stats.host_seconds += elapsed - waited
         self.stats.host_gap_seconds = self._gap.seconds
         return outputs
+
+    def _take_in(self, due: _Launched, *, is_last: bool) -> tuple[list[RequestUpdate], float]:
+        """Read a step, and accept what it computed.
+
+        Args:
+          is_last: no other step has been launched behind it.
+
+        Returns:
+          (updates, seconds that the device was waited for)
+        """
+        asked = self._clock()
+        result = self._on_device(self._runner.read, due.step)
+        now = self._clock()
+        if is_last:
+            self._gap.busy(now)
+        if due.batch.flags & BatchFlag.MASK:  # the masks made last are this step's
+            result = replace(result, failed={**result.failed, **self._masks.take_failures()})
+        updates = self._scheduler.update_from_output(due.plan, result)
+        if self._masks.is_used:
+            updates = [self._follow_grammar(update) for update in updates]
+        self._scheduler.note_first_tokens(updates, now)
+        self._goodput.tokens(updates, now)
+        self._lost.worked(updates)
+        self._count(due)
+        self.stats.step_failures_in_a_row = 0
+        return updates, now - asked
 
     def check_integrity(self) -> None:
         """Raises AssertionError with what is inconsistent. Slow; for tests and debugging."""

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from jaxserve.batch.bucket import Bucket
-from jaxserve.outputs import BlockTransfers, ModelRunnerOutput
+from jaxserve.outputs import BlockTransfers, ModelRunnerOutput, TokenLogprobs
 from jaxserve.recording.engine_description import EngineDescription
 from jaxserve.request import GenerationRequest
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 
-VERSION = 1
+VERSION = 2
 KEY = "jaxserve_recording"
 
 Pairs = tuple[tuple[int, int], ...]
@@ -72,10 +72,17 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True):
     num_padding_tokens: int = 0
 
 
+# (token id, its logprob, its rank, the most likely tokens with theirs)
+Logprob = tuple[int, float, int, tuple[tuple[int, float], ...]]
+
+
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was read of a step: sampled tokens and failures, by sequence; how long moving blocks took, as measured."""
+    """What was read of a step: sampled tokens, their logprobs and the prompt's where they are wanted, and failures, by
+    sequence; how long moving blocks took, as measured."""
 
     tokens: dict[str, list[int]]
+    logprobs: dict[str, list[Logprob]] = {}
+    prompt_logprobs: dict[str, list[Logprob]] = {}
     failed: dict[str, str] = {}
     transfers: BlockTransfers = BlockTransfers()
 
@@ -122,11 +129,23 @@ class Step(Event, frozen=True, omit_defaults=True, kw_only=True, tag="step"):
     raised: str | None = None
 
 
+class TurnedAway(Event, frozen=True, omit_defaults=True, kw_only=True, tag="turned_away"):
+    """A request that the quick check, which runs beside steps, has refused; the engine has not changed by it.
+
+    Attributes:
+      at: seconds, of the engine's clock. refused: as that of `Submit`.
+    """
+
+    request: GenerationRequest
+    at: float
+    refused: str
+
+
 class End(Event, frozen=True, omit_defaults=True, kw_only=True, tag="end"):
     """The engine was closed. A recording without this line is of one that was killed, or went beyond its size."""
 
 
-AnyEvent = Submit | Abort | Step | End
+AnyEvent = Submit | Abort | Step | TurnedAway | End
 
 
 def plan_record(plan: SchedulerOutput, bucket: Bucket) -> Plan:
@@ -144,8 +163,21 @@ def plan_record(plan: SchedulerOutput, bucket: Bucket) -> Plan:
 
 
 def result_record(result: ModelRunnerOutput) -> Result:
-    """A step's result as it is recorded; logprobs are left out."""
-    return Result(result.sampled_token_ids, result.failed, result.transfers)
+    """A step's result as it is recorded."""
+    return Result(
+        result.sampled_token_ids,
+        _numbers(result.logprobs),
+        _numbers(result.prompt_logprobs),
+        result.failed,
+        result.transfers,
+    )
+
+
+def _numbers(logprobs: dict[str, list[TokenLogprobs]]) -> dict[str, list[Logprob]]:
+    return {
+        request_id: [(entry.token_id, entry.logprob, entry.rank, entry.top) for entry in entries]
+        for request_id, entries in logprobs.items()
+    }
 
 
 def refusal(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from jaxserve.batch.builder import HostBatch
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.config import EngineConfig
 from jaxserve.engine import EngineCore, Runner
+from jaxserve.errors import OverloadedError
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput
 from jaxserve.recording.costs_file import costs_of, write_costs
 from jaxserve.recording.engine_description import describe_engine
@@ -23,10 +25,12 @@ from jaxserve.recording.event_writer import EventWriter
 from jaxserve.recording.events import (
     VERSION,
     Abort,
+    AnyEvent,
     End,
     Header,
     Step,
     Submit,
+    TurnedAway,
     plan_record,
     refusal,
     result_record,
@@ -70,6 +74,8 @@ class RecordedEngine(EngineCore):
         self._tape = Tape(clock)
         self._steady = SteadyBuckets(buckets)
         self._num_events = 0
+        self._turned_away: deque[tuple[GenerationRequest, float, str]] = deque()  # by other threads
+        self._turned_away_last = ""
         self._is_closed = False
         super().__init__(
             runner=TapedRunner(runner, self._tape),
@@ -83,6 +89,15 @@ class RecordedEngine(EngineCore):
         if recording.events is not None:
             options = msgspec.to_builtins(recording.options)
             recording.events.begin(Header(VERSION, describe_engine(self), recording.model, options))
+
+    def check_admission(self, request: GenerationRequest, now: float) -> None:
+        try:
+            super().check_admission(request, now)
+        except OverloadedError as error:
+            if request.request_id != self._turned_away_last:  # batches try again and again
+                self._turned_away_last = request.request_id
+                self._turned_away.append((request, now, refusal(error)))
+            raise
 
     def submit(self, request: GenerationRequest) -> None:
         begun = self._begin()
@@ -139,13 +154,22 @@ class RecordedEngine(EngineCore):
             write_costs(recording.costs, costs_of(self))
 
     def _begin(self) -> dict[str, Any]:
+        while self._turned_away:
+            request, at, refused = self._turned_away.popleft()
+            event = TurnedAway(number=self._num_events, request=request, at=at, refused=refused)
+            self._num_events += 1
+            self._add(partial(_itself, event))
         self._tape.clear()
         self._num_events += 1
         return {"number": self._num_events - 1, "ready": self._steady.follow()}
 
-    def _add(self, make: Callable[[], Submit | Abort | Step]) -> None:
+    def _add(self, make: Callable[[], AnyEvent]) -> None:
         if self._recording.events is not None:
             self._recording.events.add(make)
+
+
+def _itself(event: AnyEvent) -> AnyEvent:
+    return event
 
 
 def _step_event(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.outputs import BlockTransfers
-from jaxserve.recording.events import Abort, AnyEvent, Plan, Step, Submit
+from jaxserve.recording.events import Abort, AnyEvent, Plan, Step, Submit, TurnedAway
 from jaxserve.request import GenerationRequest
 from jaxserve.scheduler.step_time import StepTimeModel, StepWork, work_of_rows
 from jaxserve.workload.traced_request import TracedRequest, Workload
@@ -52,10 +52,19 @@ def recorded_traffic(name: str, events: Iterable[AnyEvent], buckets: ShapeBucket
     step_times = StepTimeModel(buckets.round_up)
     seen: list[_Seen] = []
     unfinished: dict[str, _Seen] = {}  # by request id; the newest of those that had it
+    turned_away: dict[str, _Seen] = {}  # by request id
     launched: deque[Plan] = deque()  # and not read
     moved = BlockTransfers()
     for event in events:
-        if isinstance(event, Submit):
+        if isinstance(event, TurnedAway):
+            if event.request.request_id not in turned_away:  # it may have been tried again and again
+                arrival = event.request.arrival_time
+                entry = _Seen(event.request, event.at if arrival is None else arrival)
+                turned_away[event.request.request_id] = entry
+                seen.append(entry)
+        elif isinstance(event, Submit) and event.request.request_id in turned_away:
+            unfinished[event.request.request_id] = turned_away[event.request.request_id]
+        elif isinstance(event, Submit):
             if event.refused is None or event.refused.startswith(("QueueFullError", "OverloadedError")):
                 time = event.clock[0] if event.clock else event.request.arrival_time or 0.0
                 entry = _Seen(

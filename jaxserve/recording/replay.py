@@ -251,12 +251,19 @@ def compare_plans(actual: Plan, recorded: Plan) -> str | tuple[str, str] | None:
 
 
 def compare_results(actual: Result, recorded: Result) -> str | tuple[str, str] | None:
-    """The first sequence whose tokens (or failures) differ, in the order of their ids."""
+    """The first sequence whose tokens, failures or logprobs differ, in the order of their ids."""
     for request_id in sorted({*actual.tokens, *recorded.tokens, *actual.failed, *recorded.failed}):
         for field in ("tokens", "failed"):
             one, other = getattr(actual, field).get(request_id), getattr(recorded, field).get(request_id)
             if one != other:
                 return f"{field} {one}, recorded were {other}", request_id
+    for name in ("logprobs", "prompt_logprobs"):
+        ours, known = getattr(actual, name), getattr(recorded, name)
+        for request_id in sorted({*ours, *known}):
+            pairs = zip_longest(ours.get(request_id, ()), known.get(request_id, ()))
+            for index, (mine, theirs) in enumerate(pairs):
+                if mine != theirs:
+                    return f"{name}[{index}] are {mine}, recorded were {theirs}", request_id
     return None
 
 

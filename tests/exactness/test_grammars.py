@@ -28,6 +28,7 @@ from tests.engine_harness import (
 )
 
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]{4,60}")
+LETTERS = Grammar(GrammarKind.REGEX, "[a-z]{60}[a-z]+")
 MODES = {
     "alone": {},
     "overlapped": {"overlap": True},
@@ -152,6 +153,28 @@ def test_one_that_becomes_too_complex_ends_alone_with_an_error(tiny_model):
     assert len(failed.token_ids) == 5
     assert_as_solo(tiny_model, requests[1:], outcomes)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_misses_a_step(tiny_model, overlap):
+    """With a grammar a request gets a token a step, as its mates do, overlapped or not."""
+    requests = [
+        ask("digits", 9, 40, grammar=LETTERS, ignore_eos=True),
+        ask("plain", 9, 40, ignore_eos=True),
+    ]
+    engine = tiny_model.engine(overlap=overlap)
+    for request in requests:
+        engine.submit(request)
+    counts, steps = {"digits": 0, "plain": 0}, 0
+    while min(counts.values()) < 30:
+        steps += 1
+        for output in engine.step():
+            counts[output.request_id] += len(output.token_ids)
+    assert steps < 35
+    for request in requests:
+        engine.abort(request.request_id)
+    while engine.has_work():
+        engine.step()
 
 
 def test_aborted_ones_are_forgotten(tiny_model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.cli.main import run
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.recording.event_reader import open_recording
 from jaxserve.recording.event_writer import EventWriter
 from jaxserve.recording.events import Step, Submit
@@ -163,6 +164,48 @@ def test_a_changed_result_or_shape_is_found_where_it_is(tmp_path: Path, what: st
         assert difference.request == request
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_changed_logprob_is_found_where_it_is(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "r.jsonl"
+    record(path, CRAMPED, 4)
+    lines = lines_of(path)
+    step, line = changed_step(lines, lambda line: bool((line.get("result") or {}).get("logprobs")))
+    request = min(line["result"]["logprobs"])
+    line["result"]["logprobs"][request][0][place] += 1
+    write_lines(path, lines)
+    difference = replayed(path, CRAMPED).difference
+    assert difference is not None
+    assert (difference.step, difference.request) == (step, request)
+    assert "logprobs[0]" in str(difference)
+
+
+def test_those_turned_away_by_the_quick_check_are_traffic_too(tmp_path: Path) -> None:
+    """Each once, however often it was tried, and whether it was taken in the end or not. A replay passes them by."""
+    path = tmp_path / "r.jsonl"
+    setup = Setup(60, changes={"max_waiting": 2, "max_num_seqs": 2})
+    rng = random.Random(2)
+    engine = setup.recorded(path, rng)
+    requests = [GenerationRequest(f"q{i}", (5, 6, 7 + i), SamplingParams(max_tokens=4)) for i in range(6)]
+    for request in requests[:4]:
+        engine.submit(request)
+    for _ in range(3):
+        for request in requests[4:]:
+            with pytest.raises(OverloadedError):
+                engine.check_admission(request, 1000.5)
+    while engine.has_work():
+        engine.step()
+    engine.check_admission(requests[4], 1001.0)
+    engine.submit(dataclasses.replace(requests[4], is_promised=True))
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    assert replayed(path, setup).difference is None
+    recording = open_recording(path)
+    traffic = recorded_traffic("r", recording.events(), recording.header.engine.buckets())
+    prompts = [request.prompt_token_ids for request in traffic.workload.requests]
+    assert sorted(prompts) == sorted(request.prompt_token_ids for request in requests)
+
+
 def test_another_seed_is_found_in_the_first_step_that_draws_from_it(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     record(path, CRAMPED, 5)
@@ -233,7 +276,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
             ["line 1"],
         ),
         (
-            lambda lines: [lines[0].replace(b'recording":1', b'recording":9'), *lines[1:]],
+            lambda lines: [lines[0].replace(b'recording":2', b'recording":9'), *lines[1:]],
             ["line 1", "version 9"],
         ),
         (lambda lines: lines[1:], ["not a recording"]),
