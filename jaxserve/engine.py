@@ -19,8 +19,8 @@ from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedError
-from jaxserve.goodput import GoodputMeter
 from jaxserve.host_gap import HostGap
+from jaxserve.latency_meter import LatencyMeter
 from jaxserve.lost_steps import LostSteps
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
@@ -123,6 +123,7 @@ class EngineCore:
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         # All there will ever be, so that a reader in another thread never sees the dict grow.
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
+        self.stats.cache_config = cache_config_info(config, num_blocks, host or HostSpace())
         if isinstance(buckets, ReadyBuckets):
             self.stats.shapes = buckets.progress
         else:  # all are
@@ -145,7 +146,7 @@ class EngineCore:
         vocab_size = model_config.vocab_size
         self._grammars = grammars or GrammarCompiler(tokenizer, vocab_size, generation.eos_token_ids)
         self._masks = TokenMasks(self._grammars, vocab_size)
-        self._goodput = GoodputMeter(self.stats)
+        self._latencies = LatencyMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
         self._seeds = random.Random(config.seed)
@@ -229,7 +230,7 @@ class EngineCore:
         for sequence in sequences:
             self._masks.start(sequence)
             self._output_processor.add(sequence, stream=request.stream)
-            self._goodput.add(sequence, promised=promised)
+            self._latencies.add(sequence, promised=promised)
         self._groups[request.request_id] = [sequence.request_id for sequence in sequences]
 
     @contextmanager
@@ -302,6 +303,8 @@ class EngineCore:
         step_seconds, self._drafting_seconds = elapsed - self._drafting_seconds, 0.0
         if due is not None and step_seconds > 0:
             self.step_times.observe(due.plan.work, step_seconds)
+            bucket = due.batch.bucket
+            self.stats.by_bucket[bucket.tokens, bucket.seqs].seconds += step_seconds
         self.stats.step_seconds += elapsed
         self.stats.host_seconds += elapsed - waited
         self.stats.host_gap_seconds = self._gap.seconds
@@ -327,7 +330,7 @@ class EngineCore:
         if self._masks.is_used:
             updates = [self._follow_grammar(update) for update in updates]
         self._scheduler.note_first_tokens(updates, now)
-        self._goodput.tokens(updates, now)
+        self._latencies.tokens(updates, now)
         self._lost.worked(updates)
         self._count(due)
         self.stats.step_failures_in_a_row = 0
@@ -450,7 +453,8 @@ class EngineCore:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)
-                self._goodput.ended(_sequence_id(output.request_id, output.index), output.finish_reason)
+                sequence_id = _sequence_id(output.request_id, output.index)
+                self._latencies.ended(sequence_id, output.finish_reason, output.num_output_tokens)
         if not self._has_steps():
             self._gap.out_of_work()
         self._refresh_stats()
@@ -510,6 +514,19 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
+
+
+def cache_config_info(config: ResolvedConfig, num_blocks: int, host: HostSpace) -> dict[str, str]:
+    """The KV cache's settings by vLLM's names for them."""
+    return {
+        "block_size": str(config.block_size),
+        "cache_dtype": config.dtype,
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "num_gpu_blocks": str(num_blocks),
+        "num_cpu_blocks": str(host.num_blocks),
+        "prefix_caching_hash_algo": "sha256",
+        "sliding_window": "None",
+    }
 
 
 def _sequence_id(group_id: str, index: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.detokenizer import IncrementalDetokenizer
-from jaxserve.outputs import RequestOutput, RequestUpdate, TokenLogprobs
+from jaxserve.outputs import RequestOutput, RequestTiming, RequestUpdate, TokenLogprobs
 from jaxserve.pooling import Pool
 from jaxserve.request import FinishReason, Request
 from jaxserve.stop_strings import StopStringMatcher
@@ -79,6 +79,7 @@ class _OutputState:
         wants_prompt = params.prompt_logprobs is not None and request.index == 0
         self._prompt_logprobs = _PromptLogprobs(request.num_prompt_tokens) if wants_prompt else None
         self._pool = Pool(params.pooling, request.num_prompt_tokens) if params.pooling is not None else None
+        self._is_first = True
         self.ended = False
 
     @property
@@ -155,10 +156,18 @@ class _OutputState:
             num_draft_tokens=request.num_draft_tokens,
             num_accepted_tokens=min(request.num_accepted_tokens, self.num_output_tokens),
             embedding=None if self._pool is None else self._pool.embedding(),
+            timing=_timing(request) if self._is_first or self.ended else None,
         )
+        self._is_first = False
         self._text, self._token_ids = [], []
         self._logprobs = None if self._logprobs is None else []
         return output
+
+
+def _timing(request: Request) -> RequestTiming:
+    return RequestTiming(
+        request.arrival_time, request.scheduled_time, request.first_token_time, request.last_token_time
+    )
 
 
 class _PromptLogprobs:

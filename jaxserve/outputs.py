@@ -88,6 +88,16 @@ class ModelRunnerOutput:
     transfers: BlockTransfers = BlockTransfers()
 
 
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When things happened to a sequence, in seconds of the engine's clock; None: not yet, or never."""
+
+    arrival: float
+    scheduled: float | None
+    first_token: float | None
+    last_token: float | None
+
+
 # These two are structs and no dataclasses: there is one per running sequence and step, and they are made three times
 # as fast.
 class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
@@ -121,6 +131,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
       num_draft_tokens, num_accepted_tokens: drafts verified for it so far, and those of them in the output.
       prompt_logprobs: on the first output of choice 0 where asked for: one entry a prompt token, the first None.
       embedding: on the last output, where pooling was asked for: float32 [D], of length 1.
+      timing: on a choice's first output, and on its last.
     """
 
     request_id: str
@@ -138,3 +149,4 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     embedding: np.ndarray | None = None
+    timing: RequestTiming | None = None

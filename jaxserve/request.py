@@ -288,6 +288,8 @@ class Request:
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
       admitted_step: step of its latest admission; results of steps before it are stale.
       slot: row of the device's per-request sampling state while RUNNING, else None.
+      scheduled_time, first_token_time, last_token_time: seconds, of the clock of `arrival_time`: when the step that it
+        was first admitted to was planned; when tokens came. None as long as they have not.
     """
 
     request_id: str
@@ -320,6 +322,9 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     slot: int | None = None
+    scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

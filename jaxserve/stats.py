@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from jaxserve.request import ServiceClass
+from jaxserve.request_stats import RequestStats
 
 
 @dataclass(slots=True)
 class BucketStats:
-    """What came to one bucket: steps, and their tokens and rows of logits that were computed for nobody."""
+    """What came to one bucket: steps, what they took, and their tokens and rows of logits computed for nobody."""
 
     steps: int = 0
+    seconds: float = 0.0
     padding_tokens: int = 0
     padding_rows: int = 0
 
@@ -125,6 +127,8 @@ class EngineStats:
       speculation: what came of drafts.
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
+      requests: how sequences fared.
+      cache_config: settings of the KV cache by name, for people.
       shapes: whose programs are ready; refreshed between steps as well.
       by_bucket: (T, S) of every bucket there is -> what came to it.
       memory: bytes by what they are for, as accounted before serving.
@@ -171,6 +175,8 @@ class EngineStats:
     compilations: int = 0
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    requests: RequestStats = field(default_factory=RequestStats)
+    cache_config: dict[str, str] = field(default_factory=dict)
     shapes: ReadyShapes = field(default_factory=ReadyShapes)
     by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -181,6 +187,7 @@ class EngineStats:
     def count_step(self, bucket: tuple[int, int], num_tokens: int, num_rows: int) -> None:
         """Count a forward pass of a (T, S) with so many useful tokens and rows."""
         self.steps += 1
+        self.requests.step_tokens.observe(num_tokens)
         self.useful_tokens += num_tokens
         self.padded_tokens += bucket[0]
         here = self.by_bucket[bucket]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.goodput import GoodputMeter
+from jaxserve.latency_meter import LatencyMeter
 from jaxserve.outputs import RequestUpdate
 from jaxserve.request import FinishReason, Request, ServiceClass, ServiceTargets
 from jaxserve.stats import EngineStats
@@ -33,13 +33,14 @@ def run(
 ) -> EngineStats:
     """A sequence with tokens so long after its arrival."""
     stats = EngineStats()
-    meter = GoodputMeter(stats)
+    meter = LatencyMeter(stats)
     mine = request("a", targets=targets, service_class=service_class)
     meter.add(mine, promised=promised)
     for time in times:
         meter.tokens([RequestUpdate(mine, [7] * tokens)], ARRIVAL + time)
-    meter.ended(mine.request_id, reason)
-    assert not meter._paces
+    meter.ended(mine.request_id, reason, tokens * len(times))
+    assert not meter._followed
+    assert not meter._groups
     return stats
 
 
@@ -89,7 +90,7 @@ def test_only_promises_are_kept_or_broken() -> None:
 
 def test_sequences_that_nobody_added_are_ignored() -> None:
     stats = EngineStats()
-    meter = GoodputMeter(stats)
+    meter = LatencyMeter(stats)
     meter.tokens([RequestUpdate(request("x"), [1])], 5.0)
-    meter.ended("x:0", FinishReason.STOP)
+    meter.ended("x:0", FinishReason.STOP, 1)
     assert dataclasses.asdict(stats) == dataclasses.asdict(EngineStats())

@@ -21,6 +21,8 @@ PLAIN_DATA = {
     "request",
     "outputs",
     "stats",
+    "distribution",
+    "request_stats",
     "progress",
     "model_store",
     "file_lock",
@@ -44,6 +46,7 @@ ENGINE = (
         "host_gap",
         "lost_steps",
         "goodput",
+        "latency_meter",
     }
 )
 MAY_IMPORT: dict[str, set[str]] = {
@@ -52,10 +55,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar": {"errors"},
     "request": {"errors", "grammar"},
     "outputs": {"request"},
-    "stats": {"request"},
+    "stats": {"request", "request_stats"},
+    "distribution": set(),
+    "request_stats": {"distribution"},
     "host_gap": set(),
     "lost_steps": {"outputs", "request"},
-    "goodput": {"outputs", "request", "stats"},
+    "goodput": {"request", "stats"},
+    "latency_meter": {"goodput", "outputs", "request", "stats"},
     "plain_numbers": set(),
     "progress": set(),
     "model_store": set(),

@@ -454,6 +454,7 @@ class BaseScheduler:
         entry.room = self._kv.room_of(request.request_id)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed_tokens
+            request.scheduled_time = self._now
             self._policy.admitted(request, entry.order, entry.cost)
             self._counters.prompt_tokens += request.num_prompt_tokens
             self._counters.cached_prompt_tokens += num_computed_tokens

@@ -8,8 +8,9 @@ import importlib.metadata
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,7 +32,9 @@ from jaxserve.server.errors import ApiError, shutting_down, to_api_error
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.openapi import OPERATIONS, Operation, openapi_document
-from jaxserve.server.request_id import REQUEST_ID, add_request_id, choose_request_id
+from jaxserve.server.request_id import REQUEST_ID, add_request_id
+from jaxserve.server.request_log import log_request
+from jaxserve.server.request_record import RECORD, Reporter, new_record
 from jaxserve.server.retry_after import retry_after
 from jaxserve.server.service_level import Caller, read_caller
 from jaxserve.server.stream import send_stream
@@ -84,6 +87,7 @@ class Server:
         longest = MAX_BYTES_PER_CHAR * context.tokenizer.max_chars_for(context.max_model_len)
         self.max_body_bytes = min(max(MIN_BODY_BYTES, longest), MAX_BODY_BYTES)
         self.operations: tuple[Operation, ...] = OPERATIONS
+        self.reporters: list[Reporter] = [log_request]
         self.is_draining = False
         self._jitter = jitter or random.Random()
         self._created = int(time.time())
@@ -134,7 +138,10 @@ class Server:
         return await self._generate(request, "/v1/responses")
 
     async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        self._check_open()
+        record = request[RECORD]
+        record.is_generation = True
+        with self._refusals_counted():
+            self._check_open()
         self._open += 1
         self._idle.clear()
         try:
@@ -144,7 +151,10 @@ class Server:
             loop = asyncio.get_running_loop()
             prepared = await loop.run_in_executor(self._pool, self._prepare, endpoint, data, caller)
             del data
-            with self.engine.open(prepared.prompts) as outputs:
+            record.begin(prepared)
+            with self._refusals_counted():
+                opened = self.engine.open(prepared.prompts, record.add)
+            with opened as outputs:
                 try:
                     await outputs.admitted()
                     if prepared.stream:
@@ -177,6 +187,15 @@ class Server:
         loop = asyncio.get_running_loop()  # may be megabytes
         body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(answer.to_json()))
         return web.Response(body=body, content_type="application/json")
+
+    @contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        """Those at the door; the engine counts its own."""
+        try:
+            yield
+        except (ApiError, JaxserveError, BreakerOpenError) as error:
+            self.metrics.refused(to_api_error(error).code or "other")
+            raise
 
     def _check_open(self) -> None:
         if self.is_draining:
@@ -216,6 +235,7 @@ class Server:
 
     def error_response(self, request: web.Request, error: ApiError) -> web.Response:
         """An error in the shape of the endpoint."""
+        request[RECORD].error = error.code or error.type
         headers = dict(error.headers)
         if error.retry_after_seconds is not None:
             headers["Retry-After"] = retry_after(error.retry_after_seconds, self._jitter)
@@ -293,7 +313,7 @@ def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Appli
     """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
     app = web.Application(
         middlewares=[
-            _identify,
+            _record(server.reporters),
             _json_errors(server.error_response),
             _preflight,
             _require_key(server.options.keys),
@@ -397,11 +417,29 @@ def _require_key(keys: ApiKeys) -> Middleware:
     return check
 
 
-@web.middleware
-async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The outermost one: gives the request its id."""
-    request[REQUEST_ID] = choose_request_id(request.headers)
-    return await handler(request)
+def _record(reporters: Sequence[Reporter]) -> Middleware:
+    """The outermost one: gives the request its id, and reports what came of it, unless it was about the server."""
+
+    @web.middleware
+    async def record(request: web.Request, handler: Handler) -> web.StreamResponse:
+        made = request[RECORD] = new_record(request)
+        request[REQUEST_ID] = made.request_id
+        status = CLIENT_CLOSED_REQUEST
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        except web.HTTPException as error:
+            status = error.status
+            raise
+        finally:
+            made.key_name = request.get(KEY_NAME, "")
+            made.end(status)
+            if request.path not in OPEN_PATHS and request.method != "OPTIONS":
+                for report in reporters:
+                    report(made)
+
+    return record
 
 
 @web.middleware

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -52,10 +52,8 @@ class Engine(Protocol):
 
 
 class Observer(Protocol):
-    """Told, on the event loop, how requests fare; `jaxserve.server.metrics` implements it. Times are in seconds."""
+    """Told, on the event loop, how choices end; `jaxserve.server.metrics` implements it. Times are in seconds."""
 
-    def first_token(self, seconds: float) -> None: ...
-    def between_tokens(self, seconds: float, tokens: int) -> None: ...
     def finished(self, reason: str, seconds: float) -> None: ...
 
 
@@ -74,12 +72,6 @@ class _Stop:
     pass
 
 
-@dataclass(slots=True)
-class _Timing:
-    arrival: float
-    last_token: dict[int, float] = field(default_factory=dict)  # by choice
-
-
 class OutputStream:
     """The outputs of the prompts of one HTTP request, in order. Belongs to the event loop.
 
@@ -90,16 +82,21 @@ class OutputStream:
     """
 
     def __init__(
-        self, owner: AsyncEngine, requests: Sequence[GenerationRequest], trial: Trial | None
+        self,
+        owner: AsyncEngine,
+        requests: Sequence[GenerationRequest],
+        trial: Trial | None,
+        on_output: Callable[[RequestOutput], None] | None,
     ) -> None:
         self._owner = owner
         self._trial = trial
+        self._on_output = on_output
         now = time.monotonic()
         self.requests = tuple(requests)
         self.num_output_tokens = 0
         self._open_choices = {request.request_id: request.params.n for request in requests}
-        self._timings = {
-            request.request_id: _Timing(request.arrival_time if request.arrival_time is not None else now)
+        self._arrivals = {
+            request.request_id: now if request.arrival_time is None else request.arrival_time
             for request in requests
         }
         self._streaming = any(request.stream for request in requests)
@@ -182,6 +179,8 @@ class OutputStream:
             return
         if observer is not None:
             self._observe(output, observer)
+        if self._on_output is not None:
+            self._on_output(output)
         self._judge(output.finish_reason is not FinishReason.ERROR)
         self.num_output_tokens += len(output.token_ids)
         self._latest.append(output)
@@ -207,17 +206,9 @@ class OutputStream:
             self._owner.breaker.judge(trial, succeeded)
 
     def _observe(self, output: RequestOutput, observer: Observer) -> None:
-        timing = self._timings[output.request_id]
-        now = time.monotonic()
-        if self._streaming and output.token_ids:
-            last = timing.last_token.get(output.index)
-            if last is None:
-                observer.first_token(now - timing.arrival)
-            else:
-                observer.between_tokens(now - last, len(output.token_ids))
-            timing.last_token[output.index] = now
         if output.finish_reason is not None:
-            observer.finished(output.finish_reason.value, now - timing.arrival)
+            seconds = time.monotonic() - self._arrivals[output.request_id]
+            observer.finished(output.finish_reason.value, seconds)
 
     def _unfinished(self) -> tuple[str, ...]:
         return tuple(self._open_choices)
@@ -229,7 +220,7 @@ class OutputStream:
         now = time.monotonic()
         for request_id, choices in self._open_choices.items():
             for _ in range(choices):
-                observer.finished(reason.value, now - self._timings[request_id].arrival)
+                observer.finished(reason.value, now - self._arrivals[request_id])
 
 
 class AsyncEngine:
@@ -273,6 +264,11 @@ class AsyncEngine:
         return self._death is None and self._thread.is_alive() and not self._stopped
 
     @property
+    def stats(self) -> EngineStats:
+        """The engine's; to be read."""
+        return self._engine.stats
+
+    @property
     def num_open(self) -> int:
         """Engine requests whose streams are open."""
         return len(self._streams)
@@ -290,8 +286,15 @@ class AsyncEngine:
             self._engine.check_admission(request, now)
         return tuple(dataclasses.replace(request, is_promised=True) for request in requests)
 
-    def open(self, requests: Sequence[GenerationRequest]) -> OutputStream:
+    def open(
+        self,
+        requests: Sequence[GenerationRequest],
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> OutputStream:
         """Hand `requests` to the engine; await `admitted()` on the result to learn whether it took all of them.
+
+        Args:
+          on_output: told of every output as it arrives, on the loop.
 
         Raises:
           EngineDeadError: the engine has stopped.
@@ -299,7 +302,7 @@ class AsyncEngine:
         """
         if not self.is_alive:
             raise EngineDeadError("the engine has stopped")
-        stream = OutputStream(self, requests, self.breaker.admit())
+        stream = OutputStream(self, requests, self.breaker.admit(), on_output)
         for request in stream.requests:
             self._streams[request.request_id] = stream
         self._inbox.put(_Submit(stream.requests, stream))

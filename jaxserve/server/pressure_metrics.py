@@ -5,7 +5,8 @@ Every counter by class or kind is there from the start, at 0, so that a rate can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -14,12 +15,22 @@ from jaxserve.server.circuit_breaker import BreakerState, CircuitBreaker
 from jaxserve.server.metric_families import Families
 from jaxserve.stats import EngineStats
 
+# Of the engine's and the door's.
+_REFUSALS = ("queue_full", "queue_tokens_full", "ttft_target", "circuit_open", "shutting_down", "engine_dead")
+
 
 class PressureCollector(Collector):
-    """Reads `EngineStats` and the circuit breaker when scraped."""
+    """Reads `EngineStats` and the circuit breaker when scraped.
 
-    def __init__(self, stats: EngineStats, breaker: CircuitBreaker, model_name: str) -> None:
+    Args:
+      refusals: at the door, by reason.
+    """
+
+    def __init__(
+        self, stats: EngineStats, breaker: CircuitBreaker, refusals: Mapping[str, int], model_name: str
+    ) -> None:
         self._stats = stats
+        self._refusals = refusals
         self._breaker = breaker
         self._families = Families(model_name)
 
@@ -38,8 +49,11 @@ class PressureCollector(Collector):
         yield self._families.gauge(
             "waiting_tokens", "Tokens that waiting sequences have to compute.", stats.waiting_tokens
         )
+        refusals = Counter(dict.fromkeys(_REFUSALS, 0))
+        refusals.update(self._refusals)
+        refusals.update(stats.refusals)
         yield self._families.counter(
-            "refusals", "Requests refused because of load.", dict(stats.refusals), "reason"
+            "refusals", "Requests that nobody had room or time for.", refusals, "reason"
         )
         yield self._families.counter(
             "promotions", "Background sequences that had waited too long to be passed.", stats.promotions

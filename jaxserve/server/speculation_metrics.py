@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.metrics_core import Metric
 
-from jaxserve.server.metric_families import Families
+from jaxserve.server.metric_families import vllm_families
 from jaxserve.stats import EngineStats
 
 
@@ -14,7 +14,7 @@ def speculation_metrics(stats: EngineStats, model_name: str) -> Iterator[Metric]
     counts = stats.speculation
     if not counts.accepted_by_position:
         return
-    families = Families(model_name, "vllm:spec_decode_")
+    families = vllm_families(model_name, "vllm:spec_decode_")
     yield families.counter("num_drafts", "Drafts verified, one a sequence and step.", counts.drafts)
     yield families.counter("num_draft_tokens", "Tokens in them.", counts.draft_tokens)
     yield families.counter(

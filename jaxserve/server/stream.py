@@ -14,6 +14,7 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.server.async_engine import OutputStream
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.request_id import REQUEST_ID
+from jaxserve.server.request_record import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +62,24 @@ async def send_stream(request: web.Request, source: EventSource, outputs: Output
             if events:
                 await response.write(events)
     except (ApiError, JaxserveError) as error:
-        await response.write(source.failure(to_api_error(error)))
+        await response.write(_failure(request, source, error))
     except OSError:
         raise  # the client is gone
     except Exception as error:
         logger.exception("a stream of %r failed (request %s)", request.path, request[REQUEST_ID])
-        await response.write(source.failure(to_api_error(error)))
+        await response.write(_failure(request, source, error))
     else:
         last = source.end()
         if last:
             await response.write(last)
     await response.write_eof()
     return response
+
+
+def _failure(request: web.Request, source: EventSource, error: Exception) -> bytes:
+    told = to_api_error(error)
+    request[RECORD].error = told.code or told.type
+    return source.failure(told)
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:

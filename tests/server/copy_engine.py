@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.latency_meter import LatencyMeter
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import PooledTokens, RequestOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, GenerationRequest, Request, RequestStatus
@@ -51,6 +52,7 @@ class CopyEngine:
 
     def __post_init__(self) -> None:
         self.stats = EngineStats(num_blocks=100, num_free_blocks=100)
+        self._latencies = LatencyMeter(self.stats)
         self.may_step.set()
         self._outputs = OutputProcessor(self.tokenizer)
         self._running: list[Request] = []
@@ -91,6 +93,8 @@ class CopyEngine:
             )
             sequence.num_cached_tokens = 0
             sequence.num_computed_tokens = sequence.num_prompt_tokens
+            sequence.arrival_time = request.arrival_time or time.monotonic()
+            self._latencies.add(sequence, promised=False)
             self._running.append(sequence)
             self._outputs.add(sequence, request.stream)
 
@@ -98,6 +102,7 @@ class CopyEngine:
         for request in [one for one in self._running if one.group_id == request_id]:
             self._running.remove(request)
             self._outputs.discard(request.request_id)
+            self._latencies.ended(request.request_id, FinishReason.ABORT, request.num_output_tokens)
             if request.index == 0:
                 self.aborted.append(request_id)
 
@@ -105,12 +110,22 @@ class CopyEngine:
         return bool(self._running)
 
     def step(self) -> list[RequestOutput]:
+        started = time.monotonic()
         self.may_step.wait()
         time.sleep(self.step_seconds)
         if self.fail_with is not None:
             raise self.fail_with
-        updates = [self._advance(request) for request in self._running[: self.max_running]]
+        running = self._running[: self.max_running]
+        for request in running:
+            if request.scheduled_time is None:
+                request.scheduled_time = started
+        updates = [self._advance(request) for request in running]
+        self._latencies.tokens(updates, time.monotonic())
         outputs, stopped = self._outputs.process(updates)
+        for output in outputs:
+            if output.finish_reason is not None:
+                sequence_id = f"{output.request_id}:{output.index}"
+                self._latencies.ended(sequence_id, output.finish_reason, output.num_output_tokens)
         ended = {request_id for request_id, *_ in stopped}
         self._running = [
             one for one in self._running if one.request_id not in ended and one.finish_reason is None

@@ -267,8 +267,8 @@ def test_metrics_count_requests(tokenizer: Tokenizer) -> None:
         http.stream(url, COMPLETIONS, BODY)
         assert metric(url, "vllm:request_success_total") == 4
         assert metric(url, "vllm:e2e_request_latency_seconds_count") == 4
-        assert metric(url, "vllm:time_to_first_token_seconds_count") == 1
-        assert metric(url, "vllm:inter_token_latency_seconds_count") == 3
+        assert metric(url, "vllm:time_to_first_token_seconds_count") == 4
+        assert metric(url, "vllm:inter_token_latency_seconds_count") == 4 * 3
 
 
 def test_two_servers_live_in_one_process(tokenizer: Tokenizer) -> None:

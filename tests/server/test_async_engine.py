@@ -21,15 +21,7 @@ from tests.server.copy_engine import CopyEngine
 class Seen:
     """An observer that remembers."""
 
-    first: int = 0
-    later: int = 0
     ends: list[str] = field(default_factory=list)
-
-    def first_token(self, seconds: float) -> None:
-        self.first += 1
-
-    def between_tokens(self, seconds: float, tokens: int) -> None:
-        self.later += tokens
 
     def finished(self, reason: str, seconds: float) -> None:
         self.ends.append(reason)
@@ -102,8 +94,9 @@ def test_every_token_arrives_once_and_in_order(core: CopyEngine) -> None:
     seen = Seen()
     run(core, body, seen)
     assert seen.ends == ["length"] * 64
-    assert seen.first == 64
-    assert seen.first + seen.later == sum(1 + number % 7 for number in range(64))
+    first, later = core.stats.requests.first_token, core.stats.requests.between_tokens
+    assert first.count == 64
+    assert first.count + later.count == sum(1 + number % 7 for number in range(64))
 
 
 def test_a_reader_that_was_away_gets_joined_deltas_of_limited_size(core: CopyEngine) -> None:

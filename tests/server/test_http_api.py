@@ -435,7 +435,7 @@ def metric(api_url: str, name: str) -> float:
 
 def test_gauges_return_when_clients_leave(api_url: str) -> None:
     idle = metric(api_url, "vllm:kv_cache_usage_perc")
-    aborted = metric(api_url, 'vllm:request_success_total{finished_reason="abort"')
+    aborted = metric(api_url, 'vllm:request_success_total{engine="0",finished_reason="abort"')
     body = completion(max_tokens=900, logit_bias=BAN_EOS, stream=True)
     socks = [http.open_socket(api_url, COMPLETIONS, body) for _ in range(40)]
     until(lambda: metric(api_url, "vllm:num_requests_running") > 0)
@@ -449,7 +449,7 @@ def test_gauges_return_when_clients_leave(api_url: str) -> None:
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting"):
         until(lambda name=name: metric(api_url, name) == 0)  # type: ignore[misc]
     assert metric(api_url, "vllm:kv_cache_usage_perc") == idle == 0
-    assert metric(api_url, 'vllm:request_success_total{finished_reason="abort"') == aborted + 40
+    assert metric(api_url, 'vllm:request_success_total{engine="0",finished_reason="abort"') == aborted + 40
     assert metric(api_url, "jaxserve:serving_compilations_total") == 0
 
 

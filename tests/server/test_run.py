@@ -94,7 +94,7 @@ class ProcessFactory:
 
 def wait_until_running(process: Process) -> None:
     while (
-        b'vllm:time_to_first_token_seconds_count{model_name="copy"} 0.0'
+        b'vllm:time_to_first_token_seconds_count{engine="0",model_name="copy"} 0.0'
         in http.request(process.base_url, "GET", "/metrics").body
     ):
         time.sleep(0.02)
