@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.cli.chat_session import ChatSettings, Message
-from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
+from jaxserve.cli.server_url import open_url
+from jaxserve.errors import ConfigError, JaxserveError
 
 _CONNECT_TIMEOUT_S = 10.0
 _SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; a busy server may queue us for long
@@ -44,7 +42,7 @@ class ServerAnswerer:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: must begin with http:// or https://")
         base_url = url.rstrip("/").removesuffix("/v1")
-        with _open(base_url + "/v1/models", api_key, timeout_s=_CONNECT_TIMEOUT_S) as response:
+        with open_url(base_url + "/v1/models", api_key, timeout_s=_CONNECT_TIMEOUT_S) as response:
             try:
                 offered = [entry["id"] for entry in json.load(response)["data"]]
             except (ValueError, KeyError, TypeError):
@@ -66,7 +64,7 @@ class ServerAnswerer:
         """
         body = {"model": self.model, "messages": messages, "stream": True, **settings.as_fields()}
         url = self.base_url + "/v1/chat/completions"
-        with _open(url, self.api_key, timeout_s=_SILENCE_TIMEOUT_S, body=body) as response:
+        with open_url(url, self.api_key, timeout_s=_SILENCE_TIMEOUT_S, body=body) as response:
             try:
                 for line in response:
                     if not line.startswith(b"data:"):
@@ -87,37 +85,3 @@ def _texts(chunk: dict[str, Any]) -> Iterator[str]:
         text = choice.get("delta", {}).get("content")
         if text:
             yield text
-
-
-def _open(url: str, api_key: str | None, *, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, headers)
-        return _opener(url).open(request, timeout=timeout_s)
-    except urllib.error.HTTPError as error:
-        message = _error_message(error)
-        if error.code in (400, 413, 422):
-            raise InvalidRequestError(message) from None
-        hint = "; give the server's key with --api-key" if error.code in (401, 403) else ""
-        raise ConfigError(f"{url}: {message} (HTTP {error.code}){hint}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        raise ConfigError(f"{url}: no answer: {reason}") from None
-
-
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Proxies from the environment apply, except on the way to this very machine."""
-    host = urllib.parse.urlsplit(url).hostname or ""
-    if host in ("localhost", "::1") or host.startswith("127."):
-        return urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener()
-
-
-def _error_message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error.reason)

@@ -25,6 +25,7 @@ from jaxserve.cli.pull import pull
 from jaxserve.cli.replay import replay
 from jaxserve.cli.serve import serve
 from jaxserve.cli.simulate import simulate
+from jaxserve.cli.top import top
 from jaxserve.cli.trace import trace
 from jaxserve.errors import JaxserveError
 
@@ -79,7 +80,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
-    for command in (serve, chat, batch, pull, convert, plan_buckets, trace, simulate, replay):
+    for command in (serve, chat, batch, pull, convert, plan_buckets, trace, simulate, replay, top):
         app.command()(finite_numbers(command))
     app.command("compile")(finite_numbers(compile_command))
     app.add_typer(build_bench())
