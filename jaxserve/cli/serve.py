@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import engine_options as options
-from jaxserve.cli.log import show_log
+from jaxserve.cli.log import LogFormat, show_log
 
 PANEL = "Server"
 
@@ -86,6 +86,28 @@ def serve(
         typer.Option(
             help="Folder for /v1/files and /v1/batches, which are not there without it. A restart goes on with "
             "batches that it finds there.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            help="How lines of the log look, of which there is one for every request (on stderr).",
+            rich_help_panel=PANEL,
+        ),
+    ] = LogFormat.text,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Send an OpenTelemetry span for every request to this URL (OTLP over HTTP), usually "
+            "http://HOST:4318/v1/traces; needs the extra `otel`.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for traces of jax.profiler, which POST /debug/profile records; not there without it.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -172,9 +194,9 @@ def serve(
 
     Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not),
     /v1/embeddings, /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches,
-    GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one line, "listening on URL", as soon
-    as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a
-    signal, 1 when the engine failed, 2 for bad input.
+    with --profile /debug/profile, GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one
+    line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one
+    does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for bad input.
 
     \b
     Examples:
@@ -185,22 +207,28 @@ def serve(
     """
     # Imported here so that `jaxserve --help` needs neither aiohttp nor jax.
     from jaxserve.batch_jobs.api import BatchApi
+    from jaxserve.device.profiler import start_trace, stop_trace
     from jaxserve.engine_factory import create_engine
     from jaxserve.progress import BarProgress
     from jaxserve.request import ServiceTargets
     from jaxserve.server.api_keys import DEFAULT_KEY_NAME, make_api_keys, read_key_file
     from jaxserve.server.app import ServerOptions
     from jaxserve.server.cors import ANY_ORIGIN, check_origin
+    from jaxserve.server.extension import Extension
+    from jaxserve.server.profiling import ProfileApi, Profiler
     from jaxserve.server.run import RunOptions, bind, run_server
     from jaxserve.server.tls import tls_context
+    from jaxserve.server.tracing import Tracing
 
     if api_key == "":
         raise typer.BadParameter("--api-key must not be empty")
     if ssl_keyfile is not None and ssl_certfile is None:
         raise typer.BadParameter("--ssl-keyfile needs --ssl-certfile")
+    if profile is not None and str(profile) == ".":
+        raise typer.BadParameter("--profile must name a folder of its own")
     if data_dir is not None and str(data_dir) == ".":
         raise typer.BadParameter("--data-dir must name a folder of its own")
-    show_log()
+    show_log(log_format)
     keys = make_api_keys(
         [
             *([(DEFAULT_KEY_NAME, api_key)] if api_key is not None else []),
@@ -240,7 +268,13 @@ def serve(
     )
     names = tuple(served_model_name or ())
     sock = bind(host, port)
-    batches = None if data_dir is None else BatchApi(data_dir)
+    extensions: list[Extension] = []
+    if otlp_traces_endpoint is not None:
+        extensions.append(Tracing(otlp_traces_endpoint))
+    if profile is not None:
+        extensions.append(ProfileApi(profile, Profiler(start_trace, stop_trace)))
+    if data_dir is not None:
+        extensions.append(BatchApi(data_dir))
     with sock:
         with BarProgress() as progress:
             engine = create_engine(
@@ -264,7 +298,7 @@ def serve(
                 pooling=pooling.value,
                 tls=tls,
                 tool_call_parser=tool_call_parser.value,
-                extensions=() if batches is None else (batches,),
+                extensions=tuple(extensions),
                 targets=ServiceTargets(
                     ttft_seconds=slo_ttft_ms / 1000 if slo_ttft_ms else None,
                     itl_seconds=slo_itl_ms / 1000 if slo_itl_ms else None,
