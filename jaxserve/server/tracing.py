@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SPAN_NAME = "llm_request"
 _FLUSH_MILLISECONDS = 5_000
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
 class Tracing:
@@ -119,9 +120,8 @@ def request_attributes(record: RequestRecord) -> dict[str, str | int | float | l
     }
     if record.prepared is not None:
         params = record.prepared.prompts[0].params
-        is_chat = record.prepared.is_chat
         attributes |= {
-            "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+            "gen_ai.operation.name": _OPERATIONS.get(record.prepared.endpoint, "chat"),
             "gen_ai.provider.name": "jaxserve",
             "gen_ai.request.model": record.model,
             "gen_ai.response.model": record.model,

@@ -80,8 +80,11 @@ def test_steps_are_counted(server: RunningServer, tape: Tape) -> None:
         while not tape.running:
             time.sleep(0.005)
         assert not tape.stopped.wait(0.1), "no step has come"
-        core_stats.steps += 3
-        assert answer.result(30).json["steps"] == 3
+        while not answer.done():
+            core_stats.steps += 1
+            time.sleep(0.01)
+        assert answer.result().json["steps"] >= 3
+        assert answer.result().json["seconds"] < 30
     assert tape.stopped.is_set()
 
 
