@@ -32,8 +32,7 @@ def frame(url: str, now: Interval, window: Interval) -> Group:
 
     models = ", ".join(_models(now))
     head = Text.assemble(("jaxserve top", "bold"), printable(f"  {url}  {models}"))
-    parts = [head, _load(now), _latencies(window), _work(now, window)]
-    return Group(*parts)
+    return Group(head, _load(now), _latencies(window), _work(now, window))
 
 
 def _models(now: Interval) -> list[str]:
