@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from jaxserve.batch.flags import BatchFlag
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.step_trace import StepRecorder
 from jaxserve.config import GenerationDefaults, ModelConfig, ResolvedConfig
+from jaxserve.engine_view import MAX_NOTED_STEPS, EngineView, StepView
 from jaxserve.errors import EngineDeadError, InvalidRequestError, OverloadedError
 from jaxserve.host_gap import HostGap
 from jaxserve.latency_meter import LatencyMeter
@@ -25,10 +27,12 @@ from jaxserve.lost_steps import LostSteps
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
 from jaxserve.request import FinishReason, GenerationRequest, Request
+from jaxserve.recent_times import RecentTimes
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.scheduler.view import view_step
 from jaxserve.speculative.proposer import Proposer
 from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
 from jaxserve.structured_output.compiler import GrammarCompiler
@@ -149,6 +153,7 @@ class EngineCore:
         self._latencies = LatencyMeter(self.stats)
         self._groups: dict[str, list[str]] = {}  # unfinished sequences of each GenerationRequest
         self._ended: list[RequestUpdate] = []  # to report with the next step
+        self._noted_steps: deque[StepView] | None = None  # while somebody watches
         self._seeds = random.Random(config.seed)
         self._next_seed = self._seeds.getrandbits(64)  # of the next request taken: one refused uses none up
         self._dead: str | None = None
@@ -336,6 +341,37 @@ class EngineCore:
         self.stats.step_failures_in_a_row = 0
         return updates, now - asked
 
+    def watch(self, is_watched: bool) -> None:
+        """Note what each step is made of from now on, for `view`; or no longer."""
+        self._noted_steps = deque(maxlen=MAX_NOTED_STEPS) if is_watched else None
+        self._latencies.recent = (RecentTimes(), RecentTimes()) if is_watched else None
+
+    def view(self) -> EngineView:
+        """How the engine stands, for people to look at. Takes the steps noted; O(num_blocks) otherwise."""
+        steps, stats = tuple(self._noted_steps or ()), self.stats
+        if self._noted_steps is not None:
+            self._noted_steps.clear()
+        ttfts, gaps = self._latencies.recent or (RecentTimes(), RecentTimes())
+        now = self._clock()
+        with self._books:
+            pool = self._scheduler.view_pool()
+        return EngineView(
+            steps=steps,
+            pool=pool,
+            running=stats.running_by_class,
+            waiting=stats.waiting_by_class,
+            waiting_tokens=stats.waiting_tokens,
+            num_steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens,
+            cached_prompt_tokens=stats.cached_prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            useful_tokens=stats.useful_tokens,
+            padded_tokens=stats.padded_tokens,
+            preemptions=stats.preemptions,
+            ttft=ttfts.percentiles(now),
+            itl=gaps.percentiles(now),
+        )
+
     def check_integrity(self) -> None:
         """Raises AssertionError with what is inconsistent. Slow; for tests and debugging."""
         self._scheduler.check_integrity()
@@ -442,6 +478,8 @@ class EngineCore:
     def _count(self, done: _Launched) -> None:
         batch = done.batch
         self.stats.count_step((batch.bucket.tokens, batch.bucket.seqs), batch.num_tokens, batch.num_rows)
+        if self._noted_steps is not None:
+            self._noted_steps.append(view_step(done.plan, batch.bucket.tokens, batch.bucket.seqs))
         if self._recorder is not None:
             self._recorder.add(batch.num_tokens + done.plan.num_padding_tokens, batch.num_rows)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.goodput import count_end, count_promise
 from jaxserve.outputs import RequestUpdate
+from jaxserve.recent_times import RecentTimes
 from jaxserve.request import FinishReason, Request
 from jaxserve.stats import EngineStats
 
@@ -31,10 +32,14 @@ class LatencyMeter:
     """Fills in `EngineStats.requests`, the goodput, and the token times of `Request`.
 
     Times are seconds of the engine's clock. Used by the engine's thread.
+
+    Attributes:
+      recent: where times to first token, and times between tokens, are kept as well while somebody watches.
     """
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
+        self.recent: tuple[RecentTimes, RecentTimes] | None = None
         self._followed: dict[str, _Followed] = {}
         self._groups: dict[str, _Group] = {}
 
@@ -54,7 +59,10 @@ class LatencyMeter:
             if last is None:
                 self._first_token(request, now)
             else:
-                observe_gap((now - last) / num_tokens, num_tokens)
+                gap = (now - last) / num_tokens
+                observe_gap(gap, num_tokens)
+                if self.recent:
+                    self.recent[1].add(gap, now, num_tokens)
 
     def ended(self, request_id: str, reason: FinishReason, num_tokens: int) -> None:
         """A sequence has ended, with so many tokens in its output."""
@@ -79,6 +87,8 @@ class LatencyMeter:
     def _first_token(self, request: Request, now: float) -> None:
         request.first_token_time = now
         self._stats.requests.first_token.observe(now - request.arrival_time)
+        if self.recent:
+            self.recent[0].add(now - request.arrival_time, now)
         if self._followed[request.request_id].promised:
             count_promise(self._stats, request)
 

@@ -23,6 +23,7 @@ PLAIN_DATA = {
     "stats",
     "distribution",
     "request_stats",
+    "engine_view",
     "progress",
     "model_store",
     "file_lock",
@@ -47,6 +48,7 @@ ENGINE = (
         "lost_steps",
         "goodput",
         "latency_meter",
+        "recent_times",
     }
 )
 MAY_IMPORT: dict[str, set[str]] = {
@@ -58,10 +60,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stats": {"request", "request_stats"},
     "distribution": set(),
     "request_stats": {"distribution"},
+    "engine_view": set(),
+    "recent_times": {"engine_view"},
     "host_gap": set(),
     "lost_steps": {"outputs", "request"},
     "goodput": {"request", "stats"},
-    "latency_meter": {"goodput", "outputs", "request", "stats"},
+    "latency_meter": {"goodput", "outputs", "recent_times", "request", "stats"},
     "plain_numbers": set(),
     "progress": set(),
     "model_store": set(),

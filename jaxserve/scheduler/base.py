@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.config import ResolvedConfig
+from jaxserve.engine_view import PoolView
 from jaxserve.errors import OverloadedError
 from jaxserve.outputs import ModelRunnerOutput, RequestUpdate, TokenLogprobs
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -18,6 +19,7 @@ from jaxserve.scheduler.output import DraftRequest, ScheduledRequest, SchedulerO
 from jaxserve.scheduler.output_length import OutputLengths
 from jaxserve.scheduler.policy import Order, Policy
 from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.scheduler.view import view_pool
 from jaxserve.scheduler.waiting_queue import Key
 from jaxserve.stats import EngineStats, zero_by_class
 
@@ -397,6 +399,10 @@ class BaseScheduler:
         stats.finished = dict(counters.finished)
         stats.swap = self._kv.swap.current_stats()
         stats.speculation = self._drafts.stats.copy()
+
+    def view_pool(self) -> PoolView:
+        """The KV blocks, for people to look at."""
+        return view_pool(self._kv.pool, self._kv.swap.tier)
 
     def check_integrity(self) -> None:
         """Raises AssertionError naming what is inconsistent. Slow; for tests and debugging."""

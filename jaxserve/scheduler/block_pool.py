@@ -59,6 +59,10 @@ class BlockPool:
     def digest(self, block_id: int) -> bytes | None:
         return self._digests[block_id]
 
+    def snapshot(self) -> tuple[list[int], list[bytes | None]]:
+        """Reference counts and digests of the blocks 1..num_blocks, in this order."""
+        return self._ref_counts[1:], self._digests[1:]
+
     def free_ids(self) -> list[int]:
         """Free blocks, the next to be handed out first."""
         return list(self._free)

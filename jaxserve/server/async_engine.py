@@ -21,6 +21,7 @@ from typing import Protocol
 
 import msgspec
 
+from jaxserve.engine_view import EngineView
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, OverloadedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import FinishReason, GenerationRequest
@@ -48,6 +49,8 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> list[RequestOutput]: ...
+    def watch(self, is_watched: bool) -> None: ...
+    def view(self) -> EngineView: ...
     def close(self) -> None: ...
 
 
@@ -68,8 +71,21 @@ class _Abort:
     request_ids: tuple[str, ...]
 
 
+@dataclass(slots=True)
+class _Watch:
+    is_watched: bool
+
+
+@dataclass(slots=True)
+class _Look:
+    answer: Callable[[EngineView, float], None]  # told, on the loop, the view and the seconds it took
+
+
 class _Stop:
     pass
+
+
+type _Command = _Submit | _Abort | _Watch | _Look | _Stop
 
 
 class OutputStream:
@@ -246,7 +262,7 @@ class AsyncEngine:
         self._watch = EngineWatch(engine.stats)
         self._observer = observer
         self._on_death = on_death
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._streams: dict[str, OutputStream] = {}  # by id of a GenerationRequest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -316,6 +332,18 @@ class AsyncEngine:
                 for output in outputs:
                     yield output
 
+    def watch(self, is_watched: bool) -> None:
+        """Have the engine note what its steps are made of, for `look`; or no longer."""
+        self._inbox.put(_Watch(is_watched))
+
+    def look(self, answer: Callable[[EngineView, float], None]) -> None:
+        """Have the engine's thread say, between two steps, how the engine stands. A dead engine never answers.
+
+        Args:
+          answer: called on the loop with the view, and with the seconds that making it took the thread.
+        """
+        self._inbox.put(_Look(answer))
+
     def fail_all(self, failure: Exception) -> None:
         """End every open stream with `failure` and abort its requests."""
         for stream in set(self._streams.values()):
@@ -376,6 +404,12 @@ class AsyncEngine:
             if isinstance(command, _Abort):
                 for request_id in command.request_ids:
                     self._engine.abort(request_id)
+            elif isinstance(command, _Watch):
+                self._engine.watch(command.is_watched)
+            elif isinstance(command, _Look):
+                started = time.perf_counter()
+                view = self._engine.view()
+                self._call_loop(command.answer, view, time.perf_counter() - started)
             else:
                 self._submit(command)
 

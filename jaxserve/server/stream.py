@@ -54,7 +54,7 @@ async def send_stream(request: web.Request, source: EventSource, outputs: Output
     closes `outputs`, which aborts the request.
     """
     response = web.StreamResponse(headers=HEADERS)
-    _bound_buffers(request)
+    bound_buffers(request)
     await response.prepare(request)
     try:
         while news := await outputs.next():
@@ -88,7 +88,8 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def _bound_buffers(request: web.Request) -> None:
+def bound_buffers(request: web.Request) -> None:
+    """Let little wait for a client that does not read, in this process and in the kernel."""
     transport = request.transport
     if transport is None:
         return
