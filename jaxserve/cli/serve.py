@@ -51,7 +51,7 @@ def serve(
             envvar="JAXSERVE_API_KEY",
             show_envvar=True,
             help="Key that clients must send (`Authorization: Bearer KEY`); the variable keeps it out of the process "
-            "list. /health, /ready, /metrics, /version and /openapi.json stay open.",
+            "list. /health, /ready, /metrics, /version, /openapi.json and the page stay open.",
             rich_help_panel=PANEL,
         ),
     ] = None,
@@ -81,6 +81,14 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page",
+            help="A page at / to chat and to watch the engine; it needs no key itself, and asks for one.",
+            rich_help_panel=PANEL,
+        ),
+    ] = True,
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -194,9 +202,10 @@ def serve(
 
     Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not),
     /v1/embeddings, /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches,
-    with --profile /debug/profile, GET /v1/models, /health, /ready, /metrics, /version and /openapi.json. Prints one
-    line, "listening on URL", as soon as requests are taken. SIGTERM and Ctrl-C let running answers end; a second one
-    does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for bad input.
+    with --profile /debug/profile, GET /v1/models, /health, /ready, /metrics, /version, /openapi.json and
+    /debug/engine/stream; a page is at /. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM and
+    Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed, 2 for
+    bad input.
 
     \b
     Examples:
@@ -215,6 +224,8 @@ def serve(
     from jaxserve.server.app import ServerOptions
     from jaxserve.server.cors import ANY_ORIGIN, check_origin
     from jaxserve.server.extension import Extension
+    from jaxserve.server.live_feed import LiveFeed
+    from jaxserve.server.page_files import Page
     from jaxserve.server.profiling import ProfileApi, Profiler
     from jaxserve.server.run import RunOptions, bind, run_server
     from jaxserve.server.tls import tls_context
@@ -268,7 +279,9 @@ def serve(
     )
     names = tuple(served_model_name or ())
     sock = bind(host, port)
-    extensions: list[Extension] = []
+    extensions: list[Extension] = [LiveFeed()]
+    if page:
+        extensions.append(Page())
     if otlp_traces_endpoint is not None:
         extensions.append(Tracing(otlp_traces_endpoint))
     if profile is not None:

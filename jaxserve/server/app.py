@@ -49,7 +49,6 @@ MIN_BODY_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
 CLIENT_CLOSED_REQUEST = 499  # as nginx calls it; nobody is there to read it
-OPEN_PATHS = frozenset(one.path for one in OPERATIONS if one.is_open)
 KEY_NAME = web.RequestKey("key_name", str)  # of the API key that a request came with
 
 
@@ -58,7 +57,7 @@ class ServerOptions:
     """How the server behaves towards its clients.
 
     Attributes:
-      keys: one of them is required on everything but `OPEN_PATHS`, if there are any.
+      keys: one of them is required on everything but what operations say is open, if there are any.
       allowed_origins: origins that browsers may call from; "*" is any.
       max_open_requests: HTTP requests in progress beyond which new ones get 429.
     """
@@ -302,6 +301,11 @@ class Server:
         return web.Response(body=self._openapi_json, content_type="application/json")
 
     @cached_property
+    def open_paths(self) -> frozenset[str]:
+        """What needs no key; made when somebody asks for it, once the operations are complete."""
+        return frozenset(one.path for one in self.operations if one.is_open)
+
+    @cached_property
     def _openapi_json(self) -> bytes:
         """Made when somebody asks for it, once the operations are complete."""
         names, has_keys = self.context.model_names, bool(self.options.keys)
@@ -316,7 +320,7 @@ def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Appli
             _record(server.reporters),
             _json_errors(server.error_response),
             _preflight,
-            _require_key(server.options.keys),
+            _require_key(server),
         ],
         client_max_size=server.max_body_bytes,
     )
@@ -395,12 +399,14 @@ def _json_errors(respond: Callable[[web.Request, ApiError], web.Response]) -> Mi
     return answer
 
 
-def _require_key(keys: ApiKeys) -> Middleware:
+def _require_key(server: Server) -> Middleware:
     """Let nothing through without a key, except what is open; remember the key's name."""
+    keys = server.options.keys
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not keys or request.path in OPEN_PATHS:
+        resource = request.match_info.route.resource
+        if not keys or (resource is not None and resource.canonical in server.open_paths):
             return await handler(request)
         name = keys.name_of(sent_key(request.headers))
         if name is None:
