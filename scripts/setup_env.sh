@@ -97,3 +97,27 @@ prepare_venv() {
         --constraint "$REPOSITORY/constraints.txt" --editable "$REPOSITORY${extras:+[$extras]}"
     printf '%s\n' "$now" >"$stamp"
 }
+
+# prepare_browser: a Chromium for the tests of the page. In CI one is installed where there is none; a developer decides
+# for himself. Without one these tests fail in CI, and are skipped elsewhere.
+prepare_browser() {
+    local command
+    [ -z "${JAXSERVE_CHROMIUM:-}" ] || return 0
+    for command in chromium chromium-browser google-chrome google-chrome-stable; do
+        ! command -v "$command" >/dev/null 2>&1 || return 0
+    done
+    if [ -z "${CI:-}" ]; then
+        say "no Chromium: the tests of the page will be skipped ('apt-get install chromium', or" \
+            "'$VENV/bin/playwright install chromium')"
+        return 0
+    fi
+    say "installing Chromium for the tests of the page ..."
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+        apt-get update -qq >&2 || say "apt-get update failed; trying with what it knows"
+        if DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >&2; then
+            return 0
+        fi
+    fi
+    "$VENV/bin/python" -m playwright install chromium >&2 ||
+        say "warning: no Chromium could be installed, so the tests of the page will fail"
+}

@@ -97,10 +97,10 @@ export function startEngine(panel) {
     set("queue-note", engine.waiting_tokens ? `${engine.waiting_tokens} tokens wait to be computed` : "");
   };
 
-  const showLatencies = (update) => {
+  const showLatencies = ({ engine }) => {
     for (const name of ["ttft", "itl"]) {
       for (const rank of ["p50", "p90", "p99"]) {
-        const seconds = update[name][rank];
+        const seconds = engine[name][rank];
         set(`${name}-${rank}`, seconds === null ? "–" : milliseconds(seconds));
       }
     }
