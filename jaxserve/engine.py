@@ -26,8 +26,8 @@ from jaxserve.latency_meter import LatencyMeter
 from jaxserve.lost_steps import LostSteps
 from jaxserve.output_processor import OutputProcessor
 from jaxserve.outputs import ModelRunnerOutput, RequestOutput, RequestUpdate
-from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.recent_times import RecentTimes
+from jaxserve.request import FinishReason, GenerationRequest, Request
 from jaxserve.scheduler.factory import create_scheduler
 from jaxserve.scheduler.host_tier import HostSpace
 from jaxserve.scheduler.output import DraftRequest, SchedulerOutput

@@ -300,9 +300,14 @@ class Server:
         """`GET /openapi.json`."""
         return web.Response(body=self._openapi_json, content_type="application/json")
 
+    def is_open(self, request: web.Request) -> bool:
+        """Whether it is about the server or its page, and needs no key."""
+        resource = request.match_info.route.resource
+        return resource is not None and resource.canonical in self._open_paths
+
     @cached_property
-    def open_paths(self) -> frozenset[str]:
-        """What needs no key; made when somebody asks for it, once the operations are complete."""
+    def _open_paths(self) -> frozenset[str]:
+        """Made when somebody asks for it, once the operations are complete."""
         return frozenset(one.path for one in self.operations if one.is_open)
 
     @cached_property
@@ -317,7 +322,7 @@ def build_app(server: Server, extensions: Sequence[Extension] = ()) -> web.Appli
     """The application. Run it with `handler_cancellation=True`: that is how a lost client ends its handler."""
     app = web.Application(
         middlewares=[
-            _record(server.reporters),
+            _record(server),
             _json_errors(server.error_response),
             _preflight,
             _require_key(server),
@@ -405,8 +410,7 @@ def _require_key(server: Server) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        resource = request.match_info.route.resource
-        if not keys or (resource is not None and resource.canonical in server.open_paths):
+        if not keys or server.is_open(request):
             return await handler(request)
         name = keys.name_of(sent_key(request.headers))
         if name is None:
@@ -423,7 +427,7 @@ def _require_key(server: Server) -> Middleware:
     return check
 
 
-def _record(reporters: Sequence[Reporter]) -> Middleware:
+def _record(server: Server) -> Middleware:
     """The outermost one: gives the request its id, and reports what came of it, unless it was about the server."""
 
     @web.middleware
@@ -441,8 +445,8 @@ def _record(reporters: Sequence[Reporter]) -> Middleware:
         finally:
             made.key_name = request.get(KEY_NAME, "")
             made.end(status)
-            if request.path not in OPEN_PATHS and request.method != "OPTIONS":
-                for report in reporters:
+            if not server.is_open(request) and request.method != "OPTIONS":
+                for report in server.reporters:
                     report(made)
 
     return record
