@@ -202,7 +202,7 @@ def serve(
 
     Takes POST /v1/completions, /v1/chat/completions, /v1/responses and /v1/messages (streamed or not),
     /v1/embeddings, /v1/messages/count_tokens, /tokenize and /detokenize, with --data-dir /v1/files and /v1/batches,
-    with --profile /debug/profile, GET /v1/models, /health, /ready, /metrics, /version, /openapi.json and
+    /debug/profile with --profile, GET /v1/models, /health, /ready, /metrics, /version, /openapi.json and
     /debug/engine/stream; a page is at /. Prints one line, "listening on URL", as soon as requests are taken. SIGTERM
     and Ctrl-C let running answers end; a second one does not. Exit codes: 0 after a signal, 1 when the engine failed, 2
     for bad input.

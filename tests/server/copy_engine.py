@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxserve.config import GenerationDefaults
+from jaxserve.config import GenerationDefaults, ModelConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.latency_meter import LatencyMeter
 from jaxserve.output_processor import OutputProcessor
@@ -20,6 +20,7 @@ from jaxserve.outputs import PooledTokens, RequestOutput, RequestUpdate, TokenLo
 from jaxserve.request import FinishReason, GenerationRequest, Request, RequestStatus
 from jaxserve.stats import EngineStats
 from jaxserve.tokenizer import Tokenizer
+from tests.server.hand_engine import MODEL
 
 
 @dataclass
@@ -47,6 +48,7 @@ class CopyEngine:
     break_next: bool = False
     model_name: str = "copy"
     generation: GenerationDefaults = field(default_factory=lambda: GenerationDefaults(eos_token_ids=(2,)))
+    model_config: ModelConfig = MODEL
     closed: bool = False
     eos_token_ids: frozenset[int] = frozenset()
 
