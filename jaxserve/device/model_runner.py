@@ -236,7 +236,10 @@ class ModelRunner:
                     self._load_row(row.request)
             step, packed = self._executables[batch.bucket], jax.device_put(batch.packed)
             self._follow(batch.bucket, packed)
-            self._state, output = step(self._params, self._state, packed, lambda: self._masks_of(batch))
+            masks: Any = functools.partial(self._masks_of, batch)
+            # A step in parts asks for them once its layers have been launched.
+            allowed = masks if isinstance(step, functools.partial) else masks()
+            self._state, output = step(self._params, self._state, packed, allowed)
         # Not when they are asked for: by then the next step may be in the way.
         for array in jax.tree.leaves(_wanted(output, batch.flags)):
             array.copy_to_host_async()

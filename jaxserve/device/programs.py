@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -146,14 +146,13 @@ class ProgramMaker:
     def __call__(self, key: ProgramKey) -> Any:
         """The program, ready to call with arrays of the described shapes.
 
-        That of a bucket is `serve_step` with its first argument given; those of drafts are functions of
-        `device.draft` with theirs.
+        That of a bucket is `serve_step` with its first argument given, or `serve_whole_step` where it is not cut into
+        parts; those of drafts are functions of `device.draft` with their first one given.
         """
         programs = self.programs
         if isinstance(key, str) or not programs.by_layer:
             [only] = definitions_for(programs, key).values()
-            program = self._make(only)
-            return partial(_launch_whole, program) if isinstance(key, Bucket) else program
+            return self._make(only)
         if isinstance(key, Bucket):
             return partial(serve_step, self.make_parts(key))
         assert programs.draft is not None
@@ -217,11 +216,6 @@ class ProgramMaker:
             if self.cache:
                 self.cache.store(name, program)
         return program
-
-
-def _launch_whole(program: Any, params: Any, state: Any, packed: Any, allowed: Callable[[], Any]) -> Any:
-    """A step of one program, in the form of `serve_step`: here masks delay all of it."""
-    return program(params, state, packed, allowed())
 
 
 # Now, while the files are what was imported: who edits them under a running process must not mislabel its programs.
