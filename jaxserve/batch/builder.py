@@ -37,8 +37,8 @@ class HostBatch:
       num_tokens: real tokens; the bucket's remainder is padding.
       flags: what the step as a whole needs.
       first_row: each one's first row of the batch (there are more where it has drafts); empty: it is its index.
-      masks: with BatchFlag.MASK: which tokens each row may have, packed as `unpack_mask` in `device.sampling` takes
-        them, uint32 [S, W]. Takes a while, so it is called when the device is at work. Once.
+      masks: with BatchFlag.MASK: which tokens each row may have, packed as in `masks`. Takes a while, so it is called
+        when the device is at work. Once.
     """
 
     bucket: Bucket

@@ -15,6 +15,7 @@ import numpy as np
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxserve.batch.masks import mask_words
 from jaxserve.bench.environment import describe_host
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.grammar import Grammar
@@ -96,7 +97,7 @@ def _measure_one(
 
 
 def _follow(matcher: LLMatcher, tokens: Sequence[int], vocab_size: int, seconds: list[float]) -> bool:
-    mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    mask = np.zeros((1, mask_words(vocab_size)), np.int32)
     for token in tokens:
         started = time.perf_counter()
         fill_next_token_bitmask(matcher, mask)

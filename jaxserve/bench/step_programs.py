@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.builder import HostBatch
+from jaxserve.batch.masks import no_masks
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.attention import choose_attention
@@ -22,7 +23,6 @@ from jaxserve.device.host_allocator import keep_freed_memory
 from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import Programs, describe_programs, make_state
 from jaxserve.device.programs import ProgramMaker
-from jaxserve.device.sampling import no_masks
 from jaxserve.device.step import finish_step, run_layers, serve_step, step_parts
 from jaxserve.device.step_parts import StepParts
 from jaxserve.progress import Progress
@@ -64,8 +64,7 @@ class StepPrograms:
         self._params = fill_params(described.params, params)
         self._state = make_state(model, config, num_blocks)
         self._deterministic = config.deterministic
-        self._vocab_size = model.vocab_size
-        self._all_allowed: dict[int, jax.Array] = {}
+        self._all_allowed = cache(lambda seqs: jax.device_put(no_masks(seqs, model.vocab_size)))
         self.attention = attention.name
 
     def step(self, batch: HostBatch) -> Callable[[], float]:
@@ -99,16 +98,10 @@ class StepPrograms:
     def _run_step(self, parts: StepParts, batch: HostBatch) -> float:
         started = time.perf_counter()
         packed = jax.device_put(batch.packed)
-        masks = partial(self._masks, batch)
+        masks = partial(self._all_allowed, batch.bucket.seqs)
         self._state, output = serve_step(parts, self._params, self._state, packed, masks)
         np.asarray(output.sampled.token_ids_S)
         return time.perf_counter() - started
-
-    def _masks(self, batch: HostBatch) -> jax.Array:
-        seqs = batch.bucket.seqs
-        if seqs not in self._all_allowed:
-            self._all_allowed[seqs] = jax.device_put(no_masks(seqs, self._vocab_size))
-        return self._all_allowed[seqs]
 
     def _run_begin(self, parts: StepParts, batch: HostBatch) -> tuple[float, Any]:
         last = self._state.last_token_ids_R
@@ -125,9 +118,9 @@ class StepPrograms:
 
     def _run_end(self, parts: StepParts, batch: HostBatch) -> float:
         _, (arrays, x_TD, _) = self._run_begin(parts, batch)
-        state = self._state
+        state, masks = self._state, partial(self._all_allowed, batch.bucket.seqs)
         seconds, (sampling, last, _) = _timed(
-            lambda: finish_step(parts, self._params.ends, state, x_TD, arrays, partial(self._masks, batch))
+            lambda: finish_step(parts, self._params.ends, state, x_TD, arrays, masks)
         )
         self._state = replace(state, sampling=sampling, last_token_ids_R=last)
         return seconds

@@ -19,6 +19,7 @@ from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.buckets import ShapeBuckets
 from jaxserve.batch.builder import HostBatch
 from jaxserve.batch.flags import BatchFlag
+from jaxserve.batch.masks import no_masks
 from jaxserve.batch.ready_buckets import ReadyBuckets
 from jaxserve.batch.row_table import needs_state_row
 from jaxserve.config import ModelConfig, ResolvedConfig
@@ -47,7 +48,6 @@ from jaxserve.device.sampling import (
     ENTRY_STOP,
     ROW_CHUNK,
     Logprobs,
-    no_masks,
 )
 from jaxserve.device.step import StepOutput
 from jaxserve.device.step_parts import StepParams

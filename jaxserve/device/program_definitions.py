@@ -17,13 +17,14 @@ import jax.numpy as jnp
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
+from jaxserve.batch.masks import mask_words
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.draft import DraftParts, Moving, draft_parts, draft_step, follow_step
 from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
 from jaxserve.device.products import choose_products
-from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row, mask_words
+from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
 from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_whole_step, step_parts
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
 from pallas_kernels.paged_attention import Backend, ragged_paged_attention

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxserve.batch.flags import BatchFlag, RowFlag
@@ -119,8 +118,8 @@ def sample(
 
     Args:
       logits_SV: float32.
-      allowed_SW: uint32, see `unpack_mask`; read with BatchFlag.MASK, by rows with RowFlag.MASK. None: masks are
-        left aside, for guesses that need not keep to them.
+      allowed_SW: masks as `batch.masks` packs them; read with BatchFlag.MASK, by rows with RowFlag.MASK. None: masks
+        are left aside, for guesses that need not keep to them.
       rows_at_once: rows the random path works on together: 1 keeps a row in a CPU's cache, all of them suit a GPU.
 
     Returns:
@@ -214,18 +213,8 @@ def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> 
     return jnp.where(banned, _EXCLUDED, out)
 
 
-def mask_words(vocab_size: int) -> int:
-    """W: words that hold a bit a token."""
-    return -(-vocab_size // 32)
-
-
-def no_masks(num_rows: int, vocab_size: int) -> np.ndarray:
-    """allowed_SW that allows everything."""
-    return np.full((num_rows, mask_words(vocab_size)), 2**32 - 1, np.uint32)
-
-
 def unpack_mask(allowed_SW: jax.Array, vocab_size: int) -> jax.Array:
-    """Bool [S, V]: bit i of word w stands for token 32 w + i."""
+    """Bool [S, V], of masks as `batch.masks` packs them."""
     bits_SW32 = (allowed_SW[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return bits_SW32.reshape(allowed_SW.shape[0], -1)[:, :vocab_size] != 0
 

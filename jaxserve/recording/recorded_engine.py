@@ -156,9 +156,8 @@ class RecordedEngine(EngineCore):
     def _begin(self) -> dict[str, Any]:
         while self._turned_away:
             request, at, refused = self._turned_away.popleft()
-            event = TurnedAway(number=self._num_events, request=request, at=at, refused=refused)
-            self._num_events += 1
-            self._add(partial(_itself, event))
+            number, self._num_events = self._num_events, self._num_events + 1
+            self._add(partial(TurnedAway, number=number, request=request, at=at, refused=refused))
         self._tape.clear()
         self._num_events += 1
         return {"number": self._num_events - 1, "ready": self._steady.follow()}
@@ -166,10 +165,6 @@ class RecordedEngine(EngineCore):
     def _add(self, make: Callable[[], AnyEvent]) -> None:
         if self._recording.events is not None:
             self._recording.events.add(make)
-
-
-def _itself(event: AnyEvent) -> AnyEvent:
-    return event
 
 
 def _step_event(

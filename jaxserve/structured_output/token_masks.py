@@ -11,6 +11,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
 from jaxserve.batch.builder import HostBatch
+from jaxserve.batch.masks import no_masks
 from jaxserve.request import Request
 from jaxserve.structured_output.compiler import GrammarCompiler
 
@@ -24,7 +25,7 @@ class TokenMasks:
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self._compiler = compiler
-        self._num_words = -(-vocab_size // 32)
+        self._vocab_size = vocab_size
         self._matchers: dict[str, LLMatcher] = {}
         self._failures: dict[str, str] = {}
         self._executor: LLExecutor | None = None
@@ -65,7 +66,7 @@ class TokenMasks:
         return failures
 
     def for_batch(self, batch: HostBatch) -> Callable[[], np.ndarray]:
-        """What computes the masks of a batch's rows: uint32 [S, W], a bit a token."""
+        """What computes the masks of a batch's rows, packed as in `batch.masks`."""
         rows = [
             _Row(row.request_id, matcher, batch.first_row[at] if batch.first_row else at, row.draft_token_ids)
             for at, row in enumerate(batch.rows)
@@ -74,14 +75,14 @@ class TokenMasks:
         return partial(self._compute, rows, batch.bucket.seqs)
 
     def _compute(self, rows: list[_Row], num_rows: int) -> np.ndarray:
-        masks_SW = np.full((num_rows, self._num_words), -1, np.int32)
+        allowed_SW = no_masks(num_rows, self._vocab_size)
+        masks_SW = allowed_SW.view(np.int32)  # as llguidance wants them
         self._executor = self._executor or LLExecutor()
         if plain := [(row.matcher, row.at) for row in rows if not row.drafts]:
             fill_next_token_bitmask_par(self._executor, plain, masks_SW)
         if drafted := [(row.matcher, row.at, list(row.drafts)) for row in rows if row.drafts]:
             # Rows behind a draft that does not fit stay open: what they sample is not accepted.
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks_SW)
-        allowed_SW = masks_SW.view(np.uint32)
         for row in rows:
             if reason := self._compiler.fault(row.matcher, allowed_SW[row.at]):
                 self._failures[row.request_id] = f"the output can't be kept to its grammar: {reason}"

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
+from jaxserve.batch.masks import mask_words
 from jaxserve.config import EngineConfig, resolve
 from jaxserve.device.deviceless import target_sharding
 from jaxserve.device.program_definitions import describe_programs
-from jaxserve.device.sampling import mask_words
 from jaxserve.device.step import DeviceState, serve_whole_step
 from jaxserve.device.targets import TARGETS
 from pallas_kernels.paged_attention import AttentionSpec, resolve_backend

@@ -13,11 +13,12 @@ import numpy as np
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.flags import RowFlag
 from jaxserve.batch.layout import packed_size, places, unpack
+from jaxserve.batch.masks import no_masks
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device.kv_cache import KVCache, block_bytes
 from jaxserve.device.params import fill_params
 from jaxserve.device.program_definitions import describe_programs
-from jaxserve.device.sampling import init_state, no_masks
+from jaxserve.device.sampling import init_state
 from jaxserve.device.step import DeviceState, serve_whole_step
 from scripts.gpu.jobs import Case, CheckFailedError
 from scripts.gpu.measure import median_seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, Grammar, GrammarKind, SamplingParams
 from jaxserve.cli.main import run
 from jaxserve.recording.costs_file import read_costs
 
@@ -31,12 +31,15 @@ def record(model: Path, path: Path, **options: Any) -> None:
         SamplingParams(temperature=0.9, max_tokens=20, n=2),
         SamplingParams(temperature=1.1, seed=3, max_tokens=30, stop=("e",), repetition_penalty=1.2),
         SamplingParams(temperature=0.0, max_tokens=8, logprobs=2, prompt_logprobs=1),
+        SamplingParams(
+            temperature=0.8, max_tokens=20, grammar=Grammar(GrammarKind.REGEX, "[a-f]{3}(,[0-9]{2}){2}")
+        ),
     ]
     with LLM(model, record=str(path), **LIMITS, **options) as llm:
         for part in llm.stream([7, 8, 9], params[0]):
             if part.text:
                 break  # and go away
-        llm.generate([list(range(5, 40)), [3, 4], list(range(5, 33)), [9] * 17], params)
+        llm.generate([list(range(5, 40)), [3, 4], list(range(5, 33)), [9] * 17, [8] * 9], params)
         long = SamplingParams(temperature=0.0, max_tokens=45, ignore_eos=True)
         llm.generate([list(range(first, first + 33)) for first in (50, 90, 130, 170)], long)
 
@@ -60,7 +63,7 @@ def changed(recording: Path, path: Path, old: str, new: str, line: int) -> Path:
 def test_the_default_mode_replays_bit_for_bit(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", str(recording)]) == 0, capsys.readouterr()
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"the same: \d+ steps, 9 requests, \d+ tokens\n", out)
+    assert re.fullmatch(r"the same: \d+ steps, 10 requests, \d+ tokens\n", out)
     assert "warning" not in err
     plans = [json.loads(line).get("plan") or {} for line in recording.read_text().splitlines()]
     assert any(plan.get("preempted") for plan in plans), "the pool was to be too small"

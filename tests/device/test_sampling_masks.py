@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxserve.batch.flags import BatchFlag, RowFlag
-from jaxserve.device.sampling import ENTRY_BIAS, ENTRY_STOP, init_state, mask_words, no_masks, unpack_mask
+from jaxserve.batch.masks import mask_words, no_masks
+from jaxserve.device.sampling import ENTRY_BIAS, ENTRY_STOP, init_state, unpack_mask
 from tests.device.sampling_rows import VOCAB, draw, jitted_sample, make_rows
 from tests.device.test_sampling_state import load
 
