@@ -109,7 +109,7 @@ def _count_tokens(event: Step, unfinished: dict[str, _Seen]) -> None:
 
 def _work(plan: Plan) -> StepWork:
     rows = ((row.start, row.count, len(row.draft_token_ids)) for row in plan.rows)
-    return work_of_rows(rows, plan.num_padding_tokens)
+    return work_of_rows(rows, beside=StepWork(plan.num_padding_tokens, 0))
 
 
 def _traced(entry: _Seen, start: float) -> TracedRequest:

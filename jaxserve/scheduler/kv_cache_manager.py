@@ -16,7 +16,7 @@ from jaxserve.request import Request
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.block_pool import BlockPool
 from jaxserve.scheduler.host_swap import HostSwap
-from jaxserve.scheduler.prefix_hash import block_digest, private_root_digest, root_digest
+from jaxserve.scheduler.prefix_hash import block_digests, private_root_digest, root_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,14 @@ class KVCacheManager:
             return shared, in_host
         count = limit // self.block_size
         for index in range(count):
-            block_id = self.pool.lookup(self._digests(request, index + 1)[index])
+            # One whose first block is unknown, as most, may be refused: the others' digests are not needed yet.
+            block_id = self.pool.lookup(self._digests(request, count if index else 1)[index])
             if block_id is None:
                 break
             shared.append(block_id)
         if self.swap.is_on:
             for index in range(len(shared), count):
-                digest = self._digests(request, index + 1)[index]
+                digest = self._digests(request, count)[index]
                 if self.swap.tier.lookup(digest) is None:
                     break
                 in_host.append(digest)
@@ -131,10 +132,9 @@ class KVCacheManager:
             root = root_digest(salt) if self.shares_prefixes else private_root_digest(salt, request.group_id)
             chain = self._chains[request.request_id] = _DigestChain(root)
         digests, size = chain.digests, self.block_size
-        previous = digests[-1] if digests else chain.root
-        for start in range(len(digests) * size, count * size, size):
-            previous = block_digest(previous, request.token_ids(start, start + size))
-            digests.append(previous)
+        if len(digests) < count:
+            token_ids = request.token_ids(len(digests) * size, count * size)
+            digests += block_digests(digests[-1] if digests else chain.root, token_ids, size)
         return digests
 
     def num_blocks_of(self, request_id: str) -> int:

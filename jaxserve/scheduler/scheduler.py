@@ -10,6 +10,7 @@ the rest to prefills as `policy.py` says. Blocks never move once tokens are bein
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -371,15 +372,18 @@ class Scheduler(BaseScheduler):
             drafts = self._draft_planner.choose(
                 [entry.request for entry in decoding], lambda: self._chunks(prefills, limit)
             )
-        decodes = [self._scheduled(e, 1, drafts.get(e.request.request_id, ())) for e in decoding]
+        its_drafts: Iterable[tuple[int, ...]] = itertools.repeat(())
+        if drafts:
+            its_drafts = [drafts.get(entry.request.request_id, ()) for entry in decoding]
+        decodes = self._rows(zip(decoding, itertools.repeat(1), its_drafts, strict=False))
         if not prefills:
             return tuple(decodes)
         num_drafts = sum(map(len, drafts.values()))
         budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
         grants = self._grants(prefills, self._without_stall(decodes, prefills, budget))
-        chunks = [
-            self._scheduled(entry, grant) for entry, grant in zip(prefills, grants, strict=True) if grant
-        ]
+        chunks = self._rows(
+            (entry, grant, ()) for entry, grant in zip(prefills, grants, strict=True) if grant
+        )
         # A chunk of one token is like a decode to whoever packs the batch.
         chunks.sort(key=lambda item: item.num_scheduled_tokens > 1)
         return (*decodes, *chunks)

@@ -42,9 +42,8 @@ class StaticScheduler(BaseScheduler):
         if self._running:
             start = min(self._column(entry) for entry in self._running)
             stop = self._last_column(start)
-            for entry in self._running:
-                if (count := stop - self._column(entry)) > 0:
-                    scheduled.append(self._scheduled(entry, count))
+            counts = [(entry, stop - self._column(entry)) for entry in self._running]
+            scheduled = self._rows((entry, count, ()) for entry, count in counts if count > 0)
             scheduled.sort(key=lambda item: item.num_scheduled_tokens > 1)  # as `SchedulerOutput` promises
             num_padding = self._batch_size * (stop - start) - sum(i.num_scheduled_tokens for i in scheduled)
         plan = SchedulerOutput(self._step_id, tuple(scheduled), num_padding_tokens=num_padding)

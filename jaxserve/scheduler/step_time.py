@@ -46,21 +46,29 @@ class StepWork:
 
 def work_of(scheduled: Sequence[ScheduledRequest], num_padding_tokens: int = 0) -> StepWork:
     """The work of a plan's rows."""
+    # Nearly all rows have one token, and every step is asked for its work: these are summed without a loop in Python.
+    starts = [row.num_computed_tokens for row in scheduled if row.num_scheduled_tokens == 1]
+    count = len(starts)
+    singles = StepWork(num_padding_tokens + count, count, sum(starts) + count)
     return work_of_rows(
-        ((row.num_computed_tokens, row.num_scheduled_tokens, len(row.draft_token_ids)) for row in scheduled),
-        num_padding_tokens,
+        (
+            (row.num_computed_tokens, row.num_scheduled_tokens, len(row.draft_token_ids))
+            for row in scheduled
+            if row.num_scheduled_tokens != 1
+        ),
+        beside=singles,
     )
 
 
-def work_of_rows(rows: Iterable[tuple[int, int, int]], num_padding_tokens: int = 0) -> StepWork:
-    """The work of (computed tokens, tokens to compute, how many of these are drafts) of some rows."""
+def work_of_rows(rows: Iterable[tuple[int, int, int]], *, beside: StepWork) -> StepWork:
+    """The work of (computed tokens, tokens to compute, how many of these are drafts) of some rows, and of others."""
     chunks: list[tuple[int, int]] = []
     for start, count, num_drafts in rows:
         if num_drafts:  # rows of one token each
             chunks += [(position, 1) for position in range(start, start + count)]
         else:
             chunks.append((start, count))
-    return work_of_chunks(chunks, beside=StepWork(num_padding_tokens, 0))
+    return work_of_chunks(chunks, beside=beside)
 
 
 def work_of_chunks(chunks: Iterable[tuple[int, int]], *, beside: StepWork) -> StepWork:

@@ -11,15 +11,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.scheduler.prefix_hash import block_digest, root_digest
+from jaxserve.scheduler.prefix_hash import block_digests, root_digest
 
-TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
+
+
+def block_digest(previous: bytes, token_ids: list[int]) -> bytes:
+    [digest] = block_digests(previous, token_ids, len(token_ids))
+    return digest
 
 
 @given(TOKENS, TOKENS)
 def test_blocks_have_equal_digests_only_for_equal_tokens(a: list[int], b: list[int]) -> None:
     root = root_digest(None)
     assert (block_digest(root, a) == block_digest(root, b)) == (a == b)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.integers(1, 5))
+def test_blocks_at_once_have_the_digests_of_one_after_another(token_ids: list[int], size: int) -> None:
+    digests = block_digests(root_digest(None), tuple(token_ids), size)
+    previous = root_digest(None)
+    for start, digest in zip(range(0, len(token_ids) - size + 1, size), digests, strict=True):
+        previous = block_digest(previous, token_ids[start : start + size])
+        assert digest == previous
 
 
 def test_boundaries_between_numbers_matter() -> None:
@@ -49,7 +63,7 @@ def test_a_salt_that_is_no_string_is_refused(salt: object) -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     """Python's hash() differs with PYTHONHASHSEED; and hash(-1) == hash(-2)."""
-    script = "from jaxserve.scheduler.prefix_hash import *; print(block_digest(root_digest('tenant'), [1, 2, 3]).hex())"
+    script = "from jaxserve.scheduler.prefix_hash import *; print(block_digests(root_digest('tenant'), [1, 2, 3], 3))"
     seen = {
         subprocess.run(
             [sys.executable, "-c", script],
@@ -61,4 +75,4 @@ def test_digests_are_the_same_in_every_process() -> None:
         ).stdout.strip()
         for seed in ("0", "1", "random")
     }
-    assert seen == {block_digest(root_digest("tenant"), [1, 2, 3]).hex()}
+    assert seen == {str(block_digests(root_digest("tenant"), [1, 2, 3], 3))}
