@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.bucket_plan import MIN_SIZE, Shapes, best_plans, top_rows
@@ -12,7 +13,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShapeBuckets:
     """The closed set of shapes of an engine.
 
@@ -38,12 +39,18 @@ class ShapeBuckets:
         Raises:
           ConfigError: none does; a scheduler that keeps to its limits can't cause this.
         """
-        at = bisect_left(self.seqs_by_tokens, num_tokens, key=lambda entry: entry[0])
-        for tokens, seqs in self.seqs_by_tokens[at:]:
-            for size in seqs:
-                if size >= num_seqs:
-                    return Bucket(tokens, size, self.blocks)
+        sizes, buckets = self._by_tokens
+        for fitting in buckets[bisect_left(sizes, num_tokens) :]:
+            for bucket in fitting:
+                if bucket.seqs >= num_seqs:
+                    return bucket
         raise ConfigError(f"no bucket holds {num_tokens} tokens of {num_seqs} sequences")
+
+    @cached_property
+    def _by_tokens(self) -> tuple[list[int], list[list[Bucket]]]:
+        """Sizes of T, and the buckets of each. Asked several times a step."""
+        sizes = [tokens for tokens, _ in self.seqs_by_tokens]
+        return sizes, [[Bucket(tokens, s, self.blocks) for s in seqs] for tokens, seqs in self.seqs_by_tokens]
 
     def decode_buckets(self) -> set[Bucket]:
         """Those that batches of rows of one token come in."""

@@ -139,7 +139,7 @@ class Scheduler(BaseScheduler):
             swap_in=tuple((host, device) for device, host in moves.ins.items()),
         )
         if scheduled:
-            self._under_way.planned(self._step_id, now, self._step_times.predict(plan.work) or 0.0)
+            self._under_way.planned(plan, now)
         self._step_id += 1
         return plan
 
@@ -464,7 +464,7 @@ class Scheduler(BaseScheduler):
         raw = self._forecast.ttft(entry, cached)
         if raw is None:
             return
-        raw += self._under_way.remaining(now)
+        raw += self._under_way.remaining(now, self._step_times.predict)
         rank = entry.key[0]
         may_refuse = bool(self._entries) or not self._ttfts.is_stale(rank, now)
         if target is not None and may_refuse and not request.is_promised:

@@ -8,6 +8,7 @@ of its own. All of it is arithmetic on a few numbers, so that it costs microseco
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -136,9 +137,10 @@ class StepTimeModel:
                 self._factors[shape] = _Factor(known + _FACTOR_SHARE * (seen - known), self.num_steps)
         # Relative errors count: a short step's tenth weighs as much as a long one's.
         weight = 1.0 / max(scale, 1e-6) ** 2
-        for i, row in enumerate(self._products):
-            for j, value in enumerate((*features, seconds)):
-                row[j] = _FADE * row[j] + weight * features[i] * value
+        values = (*features, seconds)
+        for row, feature in zip(self._products, features, strict=True):
+            scaled = weight * feature
+            row[:] = [_FADE * old + scaled * value for old, value in zip(row, values, strict=True)]
         self.num_steps += 1
         if self.num_steps == _MIN_STEPS or self.num_steps >= self._fitted_at + _REFIT_STEPS:
             self.weights = _non_negative_least_squares(self._products)
@@ -198,8 +200,8 @@ class StepTimeModel:
             return 1.0
         return 1.0 + (factor.value - 1.0) * _FADE ** (self.num_steps - factor.seen_at)
 
-    def _linear(self, features: Sequence[float]) -> float:
-        return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
+    def _linear(self, features: tuple[float, ...]) -> float:
+        return math.sumprod(self.weights, features)
 
 
 def _features(work: StepWork, shape: tuple[int, int]) -> tuple[float, ...]:
