@@ -66,7 +66,9 @@ def test_paths_in_prose_exist() -> None:
 
 
 def test_the_table_of_flags_is_that_of_serve() -> None:
-    table = [line for line in (REPOSITORY / "docs/serving.md").read_text().splitlines() if line.startswith("| `--")]
+    table = [
+        line for line in (REPOSITORY / "docs/serving.md").read_text().splitlines() if line.startswith("| `--")
+    ]
     named = {flag for line in table for flag in re.findall(r"`--([a-z-]+)`", line.split("|")[1])}
     real = {name.replace("_", "-") for name in inspect.signature(serve).parameters}
     assert {flag.removeprefix("no-") for flag in named} == real

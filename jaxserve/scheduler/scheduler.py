@@ -94,18 +94,19 @@ class Scheduler(BaseScheduler):
         wanted = []
         for entry in self._running:
             request = entry.request
-            if entry.is_new or request.num_pending_tokens or request.num_unplanned_tokens != 1:
+            known = request.num_tokens
+            if entry.is_new or request.num_pending_tokens or known - request.num_planned_tokens != 1:
                 continue
             most = self._drafts.limit(request)
             if most <= 0:
                 continue
-            known = request.num_tokens
-            held = self._kv.grow_towards(request.request_id, known + most, spare=len(self._running))
-            if held != entry.room:
-                entry.room, entry.has_new_blocks = held, True
-            if held > known:
+            if entry.room < known + most:
+                held = self._kv.grow_towards(request.request_id, known + most, spare=len(self._running))
+                if held != entry.room:
+                    entry.room, entry.has_new_blocks = held, True
+            if entry.room > known:
                 assert request.slot is not None
-                wanted.append(DraftRequest(request, min(most, held - known), request.slot))
+                wanted.append(DraftRequest(request, min(most, entry.room - known), request.slot))
         return tuple(self._draft_planner.worth_drafting(wanted, [entry.request for entry in self._running]))
 
     def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:

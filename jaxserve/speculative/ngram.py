@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from jaxserve.request import Request
 from jaxserve.scheduler.output import DraftRequest
 
-_LENGTHS = (4, 3, 2)  # tokens that have to be the same; the longest is tried first
+_DIGIT = 32  # bits of a token in a key
+_PAIR, _TRIPLE, _QUADRUPLE = ((1 << _DIGIT * length) - 1 for length in (2, 3, 4))
 
 
 @dataclass(slots=True)
@@ -21,12 +22,17 @@ class _Index:
 
     Attributes:
       token_ids: prompt and output as far as they are indexed.
-      ends: for each of _LENGTHS: so many tokens -> where the text goes on behind their latest occurrence, but for the
-        one at its very end.
+      key: its last four tokens as digits, each one more than its id: so those of a text that is shorter are like no
+        others.
+      pairs, triples, quadruples: the key of so many tokens -> where the text goes on behind their latest occurrence,
+        but for the one at its very end.
     """
 
     token_ids: list[int] = field(default_factory=list)
-    ends: tuple[dict[tuple[int, ...], int], ...] = field(default_factory=lambda: tuple({} for _ in _LENGTHS))
+    key: int = 0
+    pairs: dict[int, int] = field(default_factory=dict)
+    triples: dict[int, int] = field(default_factory=dict)
+    quadruples: dict[int, int] = field(default_factory=dict)
 
 
 class NgramProposer:
@@ -47,14 +53,14 @@ class NgramProposer:
         index = self._indices.get(request.request_id)
         if index is None:
             index = self._indices[request.request_id] = _Index()
-        fresh = request.token_ids(len(index.token_ids), request.num_tokens)
-        _extend(index, fresh)
-        text = index.token_ids
-        for length, ends in zip(_LENGTHS, index.ends, strict=True):
-            end = ends.get(tuple(text[-length:]))
-            if end is not None:
-                return _read(text, end, num_tokens)
-        return ()
+        _extend(index, request.token_ids(len(index.token_ids), request.num_tokens))
+        key = index.key
+        end = index.quadruples.get(key)  # the longest that has one
+        if end is None:
+            end = index.triples.get(key & _TRIPLE)
+        if end is None:
+            end = index.pairs.get(key & _PAIR)
+        return () if end is None else _read(index.token_ids, end, num_tokens)
 
 
 def _read(text: Sequence[int], start: int, count: int) -> tuple[int, ...]:
@@ -67,12 +73,12 @@ def _read(text: Sequence[int], start: int, count: int) -> tuple[int, ...]:
 
 
 def _extend(index: _Index, fresh: Sequence[int]) -> None:
-    """Take in new tokens; every place but the last becomes one that can be found."""
-    old, text = len(index.token_ids), index.token_ids
-    text.extend(fresh)
-    for length, ends in zip(_LENGTHS, index.ends, strict=True):
-        # Those that end where the text ended before, up to the one before the last token: that has nothing behind it.
-        first, last = max(old, length), len(text) - 1
-        window = text[first - length : last] if first <= last else []
-        runs = zip(*(window[offset:] for offset in range(length)), strict=False)
-        ends.update(zip(runs, range(first, last + 1), strict=False))
+    """Take in new tokens: what stood at the end until now can be found from here on."""
+    key, pairs, triples, quadruples = index.key, index.pairs, index.triples, index.quadruples
+    for end, token in enumerate(fresh, start=len(index.token_ids)):
+        quadruples[key] = end
+        triples[key & _TRIPLE] = end
+        pairs[key & _PAIR] = end
+        key = (key << _DIGIT | token + 1) & _QUADRUPLE
+    index.key = key
+    index.token_ids += fresh
