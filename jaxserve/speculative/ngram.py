@@ -1,7 +1,7 @@
 """Prompt lookup: what came behind the last few tokens earlier in prompt or output is likely to come again.
 
-No model. Every place of a text is found by the tokens before it, in tables that grow with the output: a step costs a
-few microseconds a request, however long its text is. (Saxena 2023, "Prompt Lookup Decoding".)
+No model. Each place of a text is linked to the one before it with the same two tokens in front, so a step costs a few
+microseconds a request, however long its text is. (Saxena 2023, "Prompt Lookup Decoding".)
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from jaxserve.request import Request
 from jaxserve.scheduler.output import DraftRequest
 
 _DIGIT = 32  # bits of a token in a key
-_PAIR, _TRIPLE, _QUADRUPLE = ((1 << _DIGIT * length) - 1 for length in (2, 3, 4))
+_PAIR = (1 << 2 * _DIGIT) - 1
+_MOST_COMPARED = 32  # places with the same two tokens in front, the latest first
 
 
 @dataclass(slots=True)
@@ -22,21 +23,22 @@ class _Index:
 
     Attributes:
       token_ids: prompt and output as far as they are indexed.
-      key: its last four tokens as digits, each one more than its id: so those of a text that is shorter are like no
+      key: its last two tokens as digits, each one more than its id: so those of a text that is shorter are like no
         others.
-      pairs, triples, quadruples: the key of so many tokens -> where the text goes on behind their latest occurrence,
-        but for the one at its very end.
+      latest: key -> where the text goes on behind the latest such tokens, but for those at its very end.
+      earlier: for each place: the one before it that is under the same key; 0: none.
     """
 
     token_ids: list[int] = field(default_factory=list)
     key: int = 0
-    pairs: dict[int, int] = field(default_factory=dict)
-    triples: dict[int, int] = field(default_factory=dict)
-    quadruples: dict[int, int] = field(default_factory=dict)
+    latest: dict[int, int] = field(default_factory=dict)
+    earlier: list[int] = field(default_factory=list)
 
 
 class NgramProposer:
-    """Proposes the continuation of the latest earlier occurrence of the last tokens, the longest that has one."""
+    """Proposes the continuation of an earlier occurrence of the last two tokens: of the latest that has two more in
+    common before these, else one more, else none.
+    """
 
     uses_device = False
 
@@ -54,13 +56,25 @@ class NgramProposer:
         if index is None:
             index = self._indices[request.request_id] = _Index()
         _extend(index, request.token_ids(len(index.token_ids), request.num_tokens))
-        key = index.key
-        end = index.quadruples.get(key)  # the longest that has one
-        if end is None:
-            end = index.triples.get(key & _TRIPLE)
-        if end is None:
-            end = index.pairs.get(key & _PAIR)
-        return () if end is None else _read(index.token_ids, end, num_tokens)
+        end = _find(index)
+        return _read(index.token_ids, end, num_tokens) if end else ()
+
+
+def _find(index: _Index) -> int:
+    """Where the text goes on behind tokens like its last ones; 0: nowhere."""
+    text, earlier = index.token_ids, index.earlier
+    latest = end = index.latest.get(index.key, 0)
+    third_last, fourth_last = text[-3:-2], text[-4:-3]
+    with_third = 0
+    for _ in range(_MOST_COMPARED):
+        if end < 3:
+            break
+        if text[end - 3 : end - 2] == third_last:
+            if end > 3 and text[end - 4 : end - 3] == fourth_last:
+                return end
+            with_third = with_third or end
+        end = earlier[end]
+    return with_third or latest
 
 
 def _read(text: Sequence[int], start: int, count: int) -> tuple[int, ...]:
@@ -74,11 +88,10 @@ def _read(text: Sequence[int], start: int, count: int) -> tuple[int, ...]:
 
 def _extend(index: _Index, fresh: Sequence[int]) -> None:
     """Take in new tokens: what stood at the end until now can be found from here on."""
-    key, pairs, triples, quadruples = index.key, index.pairs, index.triples, index.quadruples
+    key, latest, earlier = index.key, index.latest, index.earlier
     for end, token in enumerate(fresh, start=len(index.token_ids)):
-        quadruples[key] = end
-        triples[key & _TRIPLE] = end
-        pairs[key & _PAIR] = end
-        key = (key << _DIGIT | token + 1) & _QUADRUPLE
+        earlier.append(latest.get(key, 0))
+        latest[key] = end
+        key = (key << _DIGIT | token + 1) & _PAIR
     index.key = key
     index.token_ids += fresh

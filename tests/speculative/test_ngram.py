@@ -12,10 +12,12 @@ from tests.fakes import make_request
 
 
 def search(text: list[int], count: int) -> tuple[int, ...]:
-    """What stood behind the latest earlier occurrence of the longest of the last 4, 3, 2 tokens."""
+    """What stood behind the latest earlier occurrence of the longest of the last 4, 3, 2 tokens: among the 32 latest
+    of the last 2."""
+    places = [end for end in range(len(text) - 1, 1, -1) if text[end - 2 : end] == text[-2:]][:32]
     for length in (4, 3, 2):
-        for end in range(len(text) - 1, length - 1, -1):
-            if text[end - length : end] == text[-length:]:
+        for end in places:
+            if end >= length and text[end - length : end] == text[-length:]:
                 found = list(text)
                 while len(found) < end + count + len(text):
                     found.append(found[len(found) - (len(text) - end)])
@@ -39,6 +41,14 @@ def test_it_finds_what_a_search_finds(prompt: list[int], outputs: list[list[int]
         assert found == search([*prompt, *request.output_token_ids], count)
     proposer.forget("r:0")
     assert not proposer._indices
+
+
+def test_only_so_many_places_are_compared() -> None:
+    """A text full of the same two tokens costs no more than another."""
+    far = [7, 8, 1, 2, 99]
+    near = [5, 1, 2, 6] * 40
+    request = make_request("r", [*far, *near, 7, 8, 1, 2], 9)
+    assert NgramProposer().propose([DraftRequest(request, 1, 0)]) == [(6,)]
 
 
 def test_requests_do_not_mix() -> None:
