@@ -37,17 +37,25 @@ class IncrementalDetokenizer:
           skip_special_tokens: leave special tokens out of the text, except `shown_special_token_ids`.
         """
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
-        self._shown = shown_special_token_ids
+        self._hidden = frozenset[int]()
+        if skip_special_tokens:
+            special = tokenizer.special_token_ids
+            self._hidden = special - shown_special_token_ids if shown_special_token_ids else special
         self._decoder = _new_decoder("replace")
         tail = self._prompt_tail(prompt_token_ids)
         self._decoder.decode(tail)
         self._prompt_unfinished = bool(self._pending())
         self._at_text_start = tokenizer.strips_leading_space and not tail
+        self._is_between_characters = not (self._prompt_unfinished or self._at_text_start)
 
-    def append(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain once `token_ids` have followed; possibly empty."""
-        raw = b"".join([self._bytes(token_id) for token_id in token_ids])
+    def append(self, token_id: int) -> str:
+        """Text that is certain once `token_id` has followed; possibly empty."""
+        raw = self._bytes(token_id)
+        if self._is_between_characters:
+            try:
+                return raw.decode()  # nearly all tokens are whole characters
+            except UnicodeDecodeError:
+                pass
         if not raw:
             return ""
         if self._at_text_start:
@@ -57,7 +65,9 @@ class IncrementalDetokenizer:
         if self._prompt_unfinished and raw:
             text = self._first_byte(raw[:1])
             raw = raw[1:]
-        return text + self._decoder.decode(raw)
+        text += self._decoder.decode(raw)
+        self._is_between_characters = not (self._prompt_unfinished or self._pending())
+        return text
 
     def finish(self) -> str:
         """No more tokens: the rest, where an unfinished character becomes U+FFFD."""
@@ -73,7 +83,7 @@ class IncrementalDetokenizer:
         return text[1:] if broke_off else text
 
     def _bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.output_bytes(token_id, self._skip_special and token_id not in self._shown)
+        return b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
 
     def _pending(self) -> bytes:
         return self._decoder.getstate()[0]

@@ -99,12 +99,18 @@ class _OutputState:
             self._text.append(self._matcher.feed(self._detokenizer.finish(), armed=self._may_stop))
             self._text.append(self._matcher.flush())
         self.ended = request.finish_reason is not None or self.matched is not None
-        has_news = bool(self._token_ids) or any(self._text)
-        if self.ended or (self._stream and has_news):
+        if self.ended or (self._stream and (self._token_ids or any(self._text))):
             return self._emit(request, update.error)
         return None
 
     def _take_tokens(self, update: RequestUpdate) -> None:
+        if update.request.finish_reason is None and self._logprobs is None and not self._has_stop_strings:
+            # What most rows of a step are: nothing ends here, and nothing but text is wanted.
+            self.num_output_tokens += len(update.new_token_ids)
+            self._token_ids += update.new_token_ids
+            for token_id in update.new_token_ids:
+                self._text.append(self._detokenizer.append(token_id))
+            return
         hidden = self._index_of_hidden_token(update)
         for index, token_id in enumerate(update.new_token_ids):
             self.num_output_tokens += 1
@@ -113,7 +119,7 @@ class _OutputState:
                 self._logprobs.append(update.logprobs[index])
             if index == hidden:
                 break
-            text = self._detokenizer.append([token_id])
+            text = self._detokenizer.append(token_id)
             if self._has_stop_strings:
                 text = self._matcher.feed(text, armed=self._may_stop)
             self._text.append(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,10 @@ def _known_bytes(tokenizer: Tokenizer, raw: bytes) -> list[int]:
     return [table[bytes([byte])] for byte in raw if bytes([byte]) in table]
 
 
+def append_all(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> str:
+    return "".join(detokenizer.append(token_id) for token_id in token_ids)
+
+
 @NAMES
 @settings(max_examples=120)
 @given(data=st.data(), skip=st.booleans())
@@ -73,7 +78,7 @@ def test_pieces_joined_are_the_one_shot_text(name, data, skip):
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
     shown = ""
     for position, token in enumerate(ids, 1):
-        delta = detokenizer.append([token])
+        delta = detokenizer.append(token)
         delta.encode()
         shown += delta
         assert whole.startswith(shown)
@@ -86,16 +91,13 @@ def test_pieces_joined_are_the_one_shot_text(name, data, skip):
 @settings(max_examples=120)
 @given(data=st.data(), skip=st.booleans())
 def test_output_after_a_prompt_is_what_the_prompt_does_not_show(name, data, skip):
-    """B003: wherever the prompt is cut, prompt text and output text make up the text of both; how tokens are grouped
-    into steps changes nothing."""
+    """B003: wherever the prompt is cut, prompt text and output text make up the text of both."""
     tokenizer = tokenizer_named(name)
     ids = data.draw(token_sequences(tokenizer))
     split = data.draw(st.integers(0, len(ids)))
     prompt, output = ids[:split], ids[split:]
-    one_by_one = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
-    text = "".join(one_by_one.append([token]) for token in output) + one_by_one.finish()
-    at_once = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
-    assert at_once.append(output) + at_once.finish() == text
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    text = append_all(detokenizer, output) + detokenizer.finish()
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     assert whole.endswith(text)
     before = whole[: len(whole) - len(text)]
@@ -110,12 +112,12 @@ def test_a_character_begun_in_the_prompt_belongs_to_the_output_that_completes_it
     for cut in range(1, 4):
         prompt = tokenizer.encode("Hello world ") + byte_tokens(tokenizer, emoji[:cut])
         detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        assert detokenizer.append(byte_tokens(tokenizer, emoji[cut:])) == "🦩"
+        assert append_all(detokenizer, byte_tokens(tokenizer, emoji[cut:])) == "🦩"
         broken = IncrementalDetokenizer(tokenizer, prompt)
-        assert broken.append(tokenizer.encode("no")) == "no"  # its broken end is the prompt's
+        assert append_all(broken, tokenizer.encode("no")) == "no"  # its broken end is the prompt's
         assert broken.finish() == ""
         silent = IncrementalDetokenizer(tokenizer, prompt)
-        assert silent.append([]) + silent.finish() == ""
+        assert silent.finish() == ""
 
 
 def test_a_real_replacement_character_is_not_taken_for_a_broken_one():
@@ -123,7 +125,7 @@ def test_a_real_replacement_character_is_not_taken_for_a_broken_one():
     raw = "\ufffd".encode()
     for cut in range(1, 3):
         detokenizer = IncrementalDetokenizer(tokenizer, byte_tokens(tokenizer, raw[:cut]))
-        assert detokenizer.append(byte_tokens(tokenizer, raw[cut:])) + detokenizer.finish() == "\ufffd"
+        assert append_all(detokenizer, byte_tokens(tokenizer, raw[cut:])) + detokenizer.finish() == "\ufffd"
 
 
 def test_emoji_arrive_whole():
@@ -131,7 +133,7 @@ def test_emoji_arrive_whole():
     tokenizer = smollm2()
     text = "🫠🥹🦩🪿龜"
     detokenizer = IncrementalDetokenizer(tokenizer)
-    pieces = [detokenizer.append([token]) for token in tokenizer.encode(text)]
+    pieces = [detokenizer.append(token) for token in tokenizer.encode(text)]
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -142,9 +144,9 @@ def test_invalid_bytes_flow_for_ever():
     lone = token_with_bytes(tokenizer, b"\x80")
     detokenizer = IncrementalDetokenizer(tokenizer)
     for _ in range(1500):
-        assert detokenizer.append([lone]) == "\ufffd"
+        assert detokenizer.append(lone) == "\ufffd"
     lead = token_with_bytes(tokenizer, b"\xf0")
-    shown = "".join(detokenizer.append([lead]) for _ in range(1500))
+    shown = "".join(detokenizer.append(lead) for _ in range(1500))
     assert len(shown) == 1499
     assert detokenizer.finish() == "\ufffd"
 
@@ -154,7 +156,7 @@ def test_an_unfinished_character_at_the_end_is_one_replacement_character():
     tokenizer = smollm2()
     ids = byte_tokens(tokenizer, "🦩".encode()[:3])
     detokenizer = IncrementalDetokenizer(tokenizer)
-    assert detokenizer.append(ids) == ""
+    assert append_all(detokenizer, ids) == ""
     assert detokenizer.finish() == "\ufffd" == tokenizer.decode(ids)
 
 
@@ -165,9 +167,9 @@ def test_sentencepiece_spaces(kind):
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     assert tokenizer.decode(ids) == "hello world"
     after_bos = IncrementalDetokenizer(tokenizer, [tokenizer.bos_token_id])
-    assert after_bos.append(ids) == "hello world"
+    assert append_all(after_bos, ids) == "hello world"
     after_text = IncrementalDetokenizer(tokenizer, tokenizer.encode("the"))
-    assert after_text.append(ids) == " hello world"
+    assert append_all(after_text, ids) == " hello world"
 
 
 def test_state_does_not_grow():
@@ -179,8 +181,8 @@ def test_state_does_not_grow():
     def size() -> int:
         return sum(sys.getsizeof(value) for value in vars(detokenizer).values()) + len(detokenizer._pending())
 
-    detokenizer.append(ids)
+    append_all(detokenizer, ids)
     small = size()
     for _ in range(300):
-        detokenizer.append(ids)
+        append_all(detokenizer, ids)
     assert size() == small

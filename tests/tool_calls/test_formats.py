@@ -98,4 +98,4 @@ def test_shown_control_tokens_stay_in_the_text() -> None:
         ({"shown_special_token_ids": shown, "skip_special_tokens": False}, "[TOOL_CALLS]a[INST]b</s>"),
     ):
         detokenizer = IncrementalDetokenizer(tokenizer, **kwargs)  # type: ignore[arg-type]
-        assert "".join(detokenizer.append([one]) for one in ids) + detokenizer.finish() == text
+        assert "".join(detokenizer.append(one) for one in ids) + detokenizer.finish() == text
