@@ -1,14 +1,16 @@
-"""How float matrices are applied: by XLA, or on a CPU in C++, and then how they lie in memory."""
+"""How matrices are applied: by XLA, or on a CPU in C++, and then how they lie in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxserve.models.layers import Linear, replace_linears
+from jaxserve.models.quantization import Int8Linear, quantise_rows
 from pallas_kernels.linear import cpu_native
 from pallas_kernels.paged_attention import Backend
 
@@ -33,10 +35,37 @@ class PanelLinear(nnx.Module):
     def apply_all(maps: Sequence[PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
         """See `layers.apply_each`."""
         products = cpu_native.project_panels(x_TI, [each.kernel_panels[...] for each in maps])
-        return tuple(
-            y_TO + each.bias[...] if each.use_bias else y_TO
-            for each, y_TO in zip(maps, products, strict=True)
-        )
+        return _with_biases(maps, products)
+
+
+class Int8PanelLinear(nnx.Module):
+    """`Int8Linear` with its matrix as `cpu_native.to_panels` turns it. [..., in] -> [..., out]."""
+
+    def __init__(self, linear: Int8Linear):
+        self.kernel_panels = nnx.Param(cpu_native.to_panels(linear.kernel[...]))
+        self.kernel_scale = linear.kernel_scale
+        self.use_bias = linear.use_bias
+        if linear.use_bias:
+            self.bias = linear.bias
+
+    def __call__(self, x_TI: jax.Array) -> jax.Array:
+        [y_TO] = self.apply_all([self], x_TI)
+        return y_TO
+
+    @staticmethod
+    def apply_all(maps: Sequence[Int8PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
+        """See `layers.apply_each`."""
+        matrices = [(each.kernel_panels[...], each.kernel_scale[...]) for each in maps]
+        products = cpu_native.project_int8_panels(*quantise_rows(x_TI), matrices, x_TI.dtype)
+        return _with_biases(maps, products)
+
+
+def _with_biases(
+    maps: Sequence[PanelLinear | Int8PanelLinear], products: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    return tuple(
+        y_TO + each.bias[...] if each.use_bias else y_TO for each, y_TO in zip(maps, products, strict=True)
+    )
 
 
 def choose_products(model: Any, attention: Backend) -> Any:
@@ -46,8 +75,13 @@ def choose_products(model: Any, attention: Backend) -> Any:
     embedding as well. Models need not know.
     """
     if attention.name == "cpu-native":
-        replace_linears(model, lambda m: m if m.kernel.shape[0] % cpu_native.PANEL else PanelLinear(m))
+        for kind, in_panels in ((Linear, PanelLinear), (Int8Linear, Int8PanelLinear)):
+            replace_linears(model, kind, partial(_turned, in_panels))
         for _, module in nnx.iter_modules(model):
             if hasattr(module, "project"):
                 module.project = cpu_native.project
     return model
+
+
+def _turned(in_panels: Callable[[Any], Any], linear: Any) -> Any:
+    return in_panels(linear) if cpu_native.fits_panels(linear.kernel[...]) else linear

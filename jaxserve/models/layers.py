@@ -91,12 +91,13 @@ def apply_each(maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(each(x_TI) for each in maps)
 
 
-def replace_linears(model: Any, replacement: Callable[[Linear], Any]) -> None:
-    """Put what `replacement` makes of it in the place of each `Linear` of a model's layers; for abstract models."""
+def replace_linears(model: Any, kind: type, replacement: Callable[[Any], Any]) -> None:
+    """Put what `replacement` makes of it in the place of each linear map of that kind in a model's layers; for abstract
+    models."""
     for layer in model.layers:
         for _, module in list(nnx.iter_modules(layer)):
             for name, child in list(vars(module).items()):
-                if isinstance(child, Linear):
+                if isinstance(child, kind):
                     setattr(module, name, replacement(child))
 
 

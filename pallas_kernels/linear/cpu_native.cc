@@ -1,6 +1,7 @@
 // Products as functions that compiled XLA programs call (XLA's foreign function interface).
 
 #include "linear/cpu_native.h"
+#include "linear/int8_panels.h"
 
 namespace ffi = xla::ffi;
 
@@ -26,3 +27,15 @@ LINEAR(linear_bfloat16_float32, native::Bfloat16, float, ffi::BF16, ffi::F32);
 
 PANELS(linear_panels_float32, float, ffi::F32);
 PANELS(linear_panels_bfloat16, native::Bfloat16, ffi::BF16);
+
+#define INT8_PANELS(name, Y, Out)                                                                   \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (native::linear::run_int8_panels<Y, ffi::Buffer<Out>>),       \
+                                ffi::Ffi::Bind()                                                    \
+                                    .Ctx<ffi::ThreadPool>()                                         \
+                                    .Arg<ffi::Buffer<ffi::S8>>()                                    \
+                                    .Arg<ffi::Buffer<ffi::F32>>()                                   \
+                                    .RemainingArgs()                                                \
+                                    .RemainingRets())
+
+INT8_PANELS(linear_int8_panels_float32, float, ffi::F32);
+INT8_PANELS(linear_int8_panels_bfloat16, native::Bfloat16, ffi::BF16);

@@ -9,15 +9,13 @@
 #include <vector>
 
 #include "linear/panels.h"
-#include "native/threads.h"
+#include "linear/tasks.h"
 #include "native/vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace native::linear {
 
 namespace ffi = xla::ffi;
-
-constexpr int64_t kTaskRows = 3 * kPanel;  // of W that a task takes
 
 inline void widen(const Bfloat16* from, int64_t count, float* to) {
   const int64_t whole = count / kLanes * kLanes;
@@ -47,25 +45,6 @@ struct Matrix {
   Y* y;         // [count, out]
   int64_t out;
 };
-
-// `multiply(tokens, matrix, first row of W, rows)` does up to 16 rows.
-template <typename W, typename Y, typename Multiply>
-void multiply_all(ffi::ThreadPool& pool, Tokens tokens, std::vector<Matrix<W, Y>> matrices, Multiply multiply) {
-  int64_t rows = 0;
-  std::vector<std::pair<size_t, int64_t>> tasks;  // a matrix, its first row
-  for (size_t i = 0; i < matrices.size(); ++i) {
-    rows += matrices[i].out;
-    for (int64_t row = 0; row < matrices[i].out; row += kTaskRows) tasks.emplace_back(i, row);
-  }
-  const int64_t cost = tokens.count * tokens.in * rows;
-  const size_t count = tasks.size();
-  run_all(pool, count, cost, [tokens, multiply, matrices = std::move(matrices), tasks = std::move(tasks)](size_t i) {
-    const Matrix<W, Y>& matrix = matrices[tasks[i].first];
-    const int64_t first = tasks[i].second, end = std::min(matrix.out, first + kTaskRows);
-    for (int64_t row = first; row < end; row += kPanel)
-      multiply(tokens, matrix, row, std::min<int64_t>(kPanel, end - row));
-  });
-}
 
 // W as [out, in].
 template <typename W, typename Y, typename In, typename Out>

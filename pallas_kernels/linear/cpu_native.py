@@ -6,6 +6,7 @@ XLA's own products of 2 to 32 rows read the matrix at a third of the memory's sp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ _TARGETS = {
     ("bfloat16", "float32"): "linear_bfloat16_float32",
 }
 _PANEL_TARGETS = {"float32": "linear_panels_float32", "bfloat16": "linear_panels_bfloat16"}
+_INT8_TARGETS = {"float32": "linear_int8_panels_float32", "bfloat16": "linear_int8_panels_bfloat16"}
 
 
 def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -43,15 +45,24 @@ def project(x_TI: jax.Array, kernel_OI: jax.Array, *, out_dtype: jnp.dtype | Non
 
 
 def to_panels(kernel_OI: jax.Array) -> jax.Array:
-    """The matrix as `project_panels` wants it: [O / PANEL, I, PANEL].
+    """The matrix as `project_panels` wants it: [O / PANEL, I, PANEL]; of int8, as `project_int8_panels` does:
+    [O / PANEL, I / 2, PANEL, 2].
 
     Raises:
-      ValueError: its rows are no multiple of PANEL.
+      ValueError: `fits_panels` says no.
     """
     rows, columns = kernel_OI.shape
-    if rows % PANEL:
-        raise ValueError(f"{rows} rows are no multiple of {PANEL}")
+    if not fits_panels(kernel_OI):
+        raise ValueError(f"a matrix of {rows} rows and {columns} columns makes no panels of {PANEL} rows")
+    if kernel_OI.dtype == jnp.int8:
+        return kernel_OI.reshape(rows // PANEL, PANEL, columns // 2, 2).swapaxes(1, 2)
     return kernel_OI.reshape(rows // PANEL, PANEL, columns).swapaxes(1, 2)
+
+
+def fits_panels(kernel_OI: Any) -> bool:
+    """Whether a matrix (or one that has only a shape and a dtype) is whole panels."""
+    rows, columns = kernel_OI.shape
+    return rows % PANEL == 0 and (kernel_OI.dtype != jnp.int8 or columns % 2 == 0)
 
 
 def project_panels(x_TI: jax.Array, kernels_PIR: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -72,3 +83,29 @@ def project_panels(x_TI: jax.Array, kernels_PIR: Sequence[jax.Array]) -> tuple[j
         _PANEL_TARGETS[str(dtype)], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     )
     return tuple(call(x_TI, *kernels_PIR))
+
+
+def project_int8_panels(
+    x_TI: jax.Array,
+    scale_T1: jax.Array,
+    kernels_PI: Sequence[tuple[jax.Array, jax.Array]],
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, ...]:
+    """``(x @ kernel.T) * (scale * kernel scale)`` of int8 numbers, summed exactly: [..., O] for each matrix.
+
+    Args:
+      x_TI: int8 [..., I]; scale_T1: float32 [..., 1].
+      kernels_PI: matrices as `to_panels` turns them, and their scales, float32 [O].
+      dtype: of the results, float32 or bfloat16.
+
+    Raises:
+      NotImplementedError: another dtype, or the library can't be built here.
+    """
+    if str(dtype) not in _INT8_TARGETS:
+        raise NotImplementedError(f"no int8 product as {dtype}")
+    library.load()
+    shapes = [(*x_TI.shape[:-1], scale_O.shape[0]) for _, scale_O in kernels_PI]
+    call = jax.ffi.ffi_call(
+        _INT8_TARGETS[str(dtype)], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    )
+    return tuple(call(x_TI, scale_T1, *(array for pair in kernels_PI for array in pair)))

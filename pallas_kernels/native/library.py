@@ -30,7 +30,9 @@ _HEADERS = (
     "native/vectors.h",
     "native/threads.h",
     "linear/panels.h",
+    "linear/tasks.h",
     "linear/cpu_native.h",
+    "linear/int8_panels.h",
     "paged_attention/cpu_native.h",
 )
 _TARGETS = (
@@ -41,6 +43,8 @@ _TARGETS = (
     "linear_bfloat16_float32",
     "linear_panels_float32",
     "linear_panels_bfloat16",
+    "linear_int8_panels_float32",
+    "linear_int8_panels_bfloat16",
 )
 
 _COMPILERS = ("c++", "g++", "clang++")

@@ -33,7 +33,8 @@ REQUESTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+# Products in C++, and XLA's.
+@pytest.fixture(scope="module", params=[("float32", "auto"), ("bfloat16", "xla")], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     directory = tmp_path_factory.mktemp("int8")
     tensors = {
@@ -42,8 +43,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for name, array in tiny_tensors(MODEL).items()
     }
     write_huggingface(directory, MODEL, tensors=tensors)
+    dtype, attention_backend = request.param
     options = EngineConfig(
-        dtype=request.param,
+        dtype=dtype,
+        attention_backend=attention_backend,
         quantization="int8",
         max_model_len=256,
         max_num_seqs=8,
@@ -51,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         block_size=8,
     )
     checkpoint = open_checkpoint(directory)
-    params = checkpoint.load_params(request.param, quantization="int8")
+    params = checkpoint.load_params(dtype, quantization="int8")
     blocks = resolve(options, checkpoint.config, platform="cpu").max_blocks_per_seq
     served = serve(options, checkpoint.config, params, smollm2(), buckets=ShapeBuckets(SHAPES, blocks))
     yield served

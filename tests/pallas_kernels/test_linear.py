@@ -58,9 +58,45 @@ def test_panels_give_the_bits_of_the_matrix(seed, tokens, ins, panels, dtype) ->
         np.testing.assert_array_equal(np.asarray(y), np.asarray(wanted), strict=True)
 
 
-def test_panels_hold_whole_rows() -> None:
-    with pytest.raises(ValueError, match="17 rows"):
-        cpu_native.to_panels(jnp.zeros((17, 8)))
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 19),
+    pairs=st.one_of(st.integers(1, 100), st.integers(2040, 4200)),
+    panels=st.lists(st.integers(1, 8), min_size=1, max_size=3),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    extreme=st.booleans(),
+)
+def test_int8_panels_sum_exactly(seed, tokens, pairs, panels, dtype, extreme) -> None:
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.choice([-128, 127], shape) if extreme else rng.integers(-128, 128, shape)
+
+    x, scale = numbers(tokens, 2 * pairs), rng.random((tokens, 1), np.float32)
+    kernels = [(numbers(16 * n, 2 * pairs), rng.random(16 * n, np.float32)) for n in panels]
+    products = cpu_native.project_int8_panels(
+        jnp.asarray(x, jnp.int8),
+        scale,
+        [(cpu_native.to_panels(jnp.asarray(kernel, jnp.int8)), scales) for kernel, scales in kernels],
+        jnp.dtype(dtype),
+    )
+    for y, (kernel, scales) in zip(products, kernels, strict=True):
+        wanted = (x @ kernel.T).astype(np.float32) * (scale * scales)
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(jnp.asarray(wanted, dtype)), strict=True)
+
+
+def test_scales_that_are_not_finite_stay_with_their_token() -> None:
+    x, scale = jnp.ones((3, 4), jnp.int8).at[2].set(0), jnp.array([[1.0], [jnp.nan], [jnp.inf]])
+    panels = cpu_native.to_panels(jnp.ones((16, 4), jnp.int8))
+    [y] = cpu_native.project_int8_panels(x, scale, [(panels, jnp.ones(16))], jnp.dtype("float32"))
+    assert np.isfinite(np.asarray(y)).all(axis=1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("shape", [(17, 8), (16, 7)])
+def test_panels_hold_whole_rows(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"{shape[0]} rows and {shape[1]} columns"):
+        cpu_native.to_panels(jnp.zeros(shape, jnp.int8))
 
 
 @pytest.mark.parametrize("ins", [579, 4099])
@@ -98,3 +134,10 @@ def test_other_dtypes_are_refused(x_dtype: str, kernel_dtype: str) -> None:
         cpu_native.project(x, kernel)
     with pytest.raises(NotImplementedError, match="no product of"):
         cpu_native.project_panels(x, [jnp.zeros((3, 8, cpu_native.PANEL), kernel_dtype)])
+
+
+def test_int8_products_are_of_few_dtypes() -> None:
+    with pytest.raises(NotImplementedError, match="no int8 product as float16"):
+        cpu_native.project_int8_panels(
+            jnp.zeros((2, 8), jnp.int8), jnp.zeros((2, 1)), [], jnp.dtype("float16")
+        )
