@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from jaxserve.models.layers import Linear, replace_linears
-from jaxserve.models.quantization import Int8Linear, quantise_rows
+from jaxserve.models.quantization import Int8Linear
 from pallas_kernels.linear import cpu_native
 from pallas_kernels.paged_attention import Backend
 
@@ -56,8 +56,7 @@ class Int8PanelLinear(nnx.Module):
     def apply_all(maps: Sequence[Int8PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
         """See `layers.apply_each`."""
         matrices = [(each.kernel_panels[...], each.kernel_scale[...]) for each in maps]
-        products = cpu_native.project_int8_panels(*quantise_rows(x_TI), matrices, x_TI.dtype)
-        return _with_biases(maps, products)
+        return _with_biases(maps, cpu_native.project_int8_panels(x_TI, matrices))
 
 
 def _with_biases(

@@ -1,8 +1,8 @@
 """Dynamic int8: a layer's matrices as int8 with a scale for each output channel, activations rounded token by token.
 
 The product of the two is an integer, summed in int32, so it is exact whatever the order: a row's result can't depend
-on the rows beside it. int8 x int8 -> int32 with matrices [out, in] is the form that XLA's CPU backend runs fastest;
-converting matrices to floats inside the step is slower than float32 matrices.
+on the rows beside it. Where there is no C++ (`device/products.py`), int8 x int8 -> int32 with matrices [out, in] is the
+fastest of XLA's forms on a CPU; converting matrices to floats inside the step is slower than float32 matrices.
 
 Norms, biases, the token embedding and the output head stay in the model's dtype.
 """

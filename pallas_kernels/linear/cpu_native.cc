@@ -17,25 +17,15 @@ LINEAR(linear_float32_float32, float, float, ffi::F32, ffi::F32);
 LINEAR(linear_bfloat16_bfloat16, native::Bfloat16, native::Bfloat16, ffi::BF16, ffi::BF16);
 LINEAR(linear_bfloat16_float32, native::Bfloat16, float, ffi::BF16, ffi::F32);
 
-#define PANELS(name, T, DType)                                                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (native::linear::run_panels<T, ffi::Buffer<DType>>), \
-                                ffi::Ffi::Bind()                                           \
-                                    .Ctx<ffi::ThreadPool>()                                \
-                                    .Arg<ffi::Buffer<DType>>()                             \
-                                    .RemainingArgs()                                       \
+#define PANELS(name, run, T, DType)                                                 \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (native::linear::run<T, ffi::Buffer<DType>>), \
+                                ffi::Ffi::Bind()                                    \
+                                    .Ctx<ffi::ThreadPool>()                         \
+                                    .Arg<ffi::Buffer<DType>>()                      \
+                                    .RemainingArgs()                                \
                                     .RemainingRets())
 
-PANELS(linear_panels_float32, float, ffi::F32);
-PANELS(linear_panels_bfloat16, native::Bfloat16, ffi::BF16);
-
-#define INT8_PANELS(name, Y, Out)                                                                   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (native::linear::run_int8_panels<Y, ffi::Buffer<Out>>),       \
-                                ffi::Ffi::Bind()                                                    \
-                                    .Ctx<ffi::ThreadPool>()                                         \
-                                    .Arg<ffi::Buffer<ffi::S8>>()                                    \
-                                    .Arg<ffi::Buffer<ffi::F32>>()                                   \
-                                    .RemainingArgs()                                                \
-                                    .RemainingRets())
-
-INT8_PANELS(linear_int8_panels_float32, float, ffi::F32);
-INT8_PANELS(linear_int8_panels_bfloat16, native::Bfloat16, ffi::BF16);
+PANELS(linear_panels_float32, run_panels, float, ffi::F32);
+PANELS(linear_panels_bfloat16, run_panels, native::Bfloat16, ffi::BF16);
+PANELS(linear_int8_panels_float32, run_int8_panels, float, ffi::F32);
+PANELS(linear_int8_panels_bfloat16, run_int8_panels, native::Bfloat16, ffi::BF16);

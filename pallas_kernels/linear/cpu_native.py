@@ -86,26 +86,26 @@ def project_panels(x_TI: jax.Array, kernels_PIR: Sequence[jax.Array]) -> tuple[j
 
 
 def project_int8_panels(
-    x_TI: jax.Array,
-    scale_T1: jax.Array,
-    kernels_PI: Sequence[tuple[jax.Array, jax.Array]],
-    dtype: jnp.dtype,
+    x_TI: jax.Array, kernels_PI: Sequence[tuple[jax.Array, jax.Array]]
 ) -> tuple[jax.Array, ...]:
-    """``(x @ kernel.T) * (scale * kernel scale)`` of int8 numbers, summed exactly: [..., O] for each matrix.
+    """``x @ kernel.T`` with int8 matrices: [..., O] for each, in x's dtype.
+
+    Each token is rounded to int8 with the scale that maps its largest magnitude to 127 (to the nearest, ties to
+    even), and the products of integers are summed exactly. A token that is not finite gives nothing finite.
 
     Args:
-      x_TI: int8 [..., I]; scale_T1: float32 [..., 1].
-      kernels_PI: matrices as `to_panels` turns them, and their scales, float32 [O].
-      dtype: of the results, float32 or bfloat16.
+      x_TI: float32 or bfloat16.
+      kernels_PI: matrices as `to_panels` turns them, and the scales of their rows, float32 [O].
 
     Raises:
       NotImplementedError: another dtype, or the library can't be built here.
     """
+    dtype = x_TI.dtype
     if str(dtype) not in _INT8_TARGETS:
-        raise NotImplementedError(f"no int8 product as {dtype}")
+        raise NotImplementedError(f"no product of {dtype} and panels of int8")
     library.load()
     shapes = [(*x_TI.shape[:-1], scale_O.shape[0]) for _, scale_O in kernels_PI]
     call = jax.ffi.ffi_call(
         _INT8_TARGETS[str(dtype)], tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
     )
-    return tuple(call(x_TI, scale_T1, *(array for pair in kernels_PI for array in pair)))
+    return tuple(call(x_TI, *(array for pair in kernels_PI for array in pair)))

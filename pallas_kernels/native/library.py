@@ -30,6 +30,7 @@ _HEADERS = (
     "native/vectors.h",
     "native/threads.h",
     "linear/panels.h",
+    "linear/tokens.h",
     "linear/tasks.h",
     "linear/cpu_native.h",
     "linear/int8_panels.h",
