@@ -373,10 +373,10 @@ class Scheduler(BaseScheduler):
             drafts = self._draft_planner.choose(
                 [entry.request for entry in decoding], lambda: self._chunks(prefills, limit)
             )
-        its_drafts: Iterable[tuple[int, ...]] = itertools.repeat(())
+        drafts_each: Iterable[tuple[int, ...]] = itertools.repeat(())
         if drafts:
-            its_drafts = [drafts.get(entry.request.request_id, ()) for entry in decoding]
-        decodes = self._rows(zip(decoding, itertools.repeat(1), its_drafts, strict=False))
+            drafts_each = [drafts.get(entry.request.request_id, ()) for entry in decoding]
+        decodes = self._rows(zip(decoding, itertools.repeat(1), drafts_each, strict=False))
         if not prefills:
             return tuple(decodes)
         num_drafts = sum(map(len, drafts.values()))
