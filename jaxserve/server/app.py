@@ -25,13 +25,13 @@ from jaxserve.server.anthropic.body import count_tokens
 from jaxserve.server.api_keys import ApiKeys, sent_key
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
-from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
+from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
-from jaxserve.server.embeddings import prepare_embeddings
 from jaxserve.server.errors import ApiError, shutting_down, to_api_error
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.openapi import OPERATIONS, Operation, openapi_document
+from jaxserve.server.preparation import prepare
 from jaxserve.server.request_id import REQUEST_ID, add_request_id
 from jaxserve.server.request_log import log_request
 from jaxserve.server.request_record import RECORD, Reporter, new_record
@@ -173,10 +173,7 @@ class Server:
                 self._idle.set()
 
     def _prepare(self, endpoint: Endpoint, data: bytes, caller: Caller) -> PreparedRequest:
-        if endpoint == "/v1/embeddings":
-            prepared = prepare_embeddings(data, self.context, caller)
-        else:
-            prepared = prepare(endpoint, data, self.context, caller)
+        prepared = prepare(endpoint, data, self.context, caller)
         promised = self.engine.check_admission(prepared.prompts)
         return dataclasses.replace(prepared, prompts=promised)
 
