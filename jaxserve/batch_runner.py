@@ -1,6 +1,7 @@
 """Batch files: OpenAI batch lines in, one result line for each, through the server's own conversion and responses.
 
-A line is ``{"custom_id": ..., "method": "POST", "url": "/v1/completions" | "/v1/chat/completions", "body": {...}}``.
+A line is ``{"custom_id": ..., "method": "POST", "url": "/v1/completions", "body": {...}}``, the url one of
+`BATCH_ENDPOINTS`.
 A result line holds `custom_id` and either `response` (as OpenAI has it: status_code, request_id, body) or `error`
 (message, type, param, code, and the number of the line). Rules:
 
@@ -37,10 +38,11 @@ from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
 from jaxserve.outputs import RequestOutput
 from jaxserve.progress import NullProgress, Progress
 from jaxserve.request import GenerationRequest
-from jaxserve.server.conversion import BATCH_ENDPOINTS, PreparedRequest, ServingContext, prepare
+from jaxserve.server.answers import CountedAnswer, batch_answer
+from jaxserve.server.conversion import BATCH_ENDPOINTS, PreparedRequest, ServingContext
 from jaxserve.server.errors import ApiError, error_object, to_api_error
+from jaxserve.server.preparation import prepare
 from jaxserve.server.protocol import decode
-from jaxserve.server.responses import ResponseBuilder
 from jaxserve.server.service_level import Caller
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -179,7 +181,7 @@ class _Open:
     line: _Line
     custom_id: str
     prepared: PreparedRequest
-    builder: ResponseBuilder
+    answer: CountedAnswer
 
 
 @dataclass(slots=True)
@@ -234,7 +236,7 @@ class _BatchRunner:
         except (JaxserveError, ApiError) as error:
             self._fail(slot, line, custom_id, to_api_error(error), journal)
             return
-        job = _Open(slot, line, entry.custom_id, prepared, ResponseBuilder(prepared, self.context.tokenizer))
+        job = _Open(slot, line, entry.custom_id, prepared, batch_answer(prepared, self.context.tokenizer))
         for request in prepared.prompts:
             self.open[request.request_id] = job
         self.choices_in_flight += prepared.num_choices
@@ -262,12 +264,12 @@ class _BatchRunner:
             if job is None:
                 continue
             try:
-                job.builder.add(output)
+                job.answer.add(output)
             except ApiError as error:
                 self._close(job)
                 self._fail(job.slot, job.line, job.custom_id, error, journal)
                 continue
-            if job.builder.is_complete:
+            if job.answer.is_complete:
                 self._close(job)
                 self._succeed(job, journal)
 
@@ -278,17 +280,20 @@ class _BatchRunner:
         self.choices_in_flight -= job.prepared.num_choices
 
     def _succeed(self, job: _Open, journal: _Journal) -> None:
-        body = job.builder.to_json()
         record = {
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": job.custom_id,
-            "response": {"status_code": 200, "request_id": job.prepared.response_id, "body": body},
+            "response": {
+                "status_code": 200,
+                "request_id": job.prepared.response_id,
+                "body": job.answer.to_json(),
+            },
             "error": None,
         }
         journal.add(job.slot, job.line.key, record, keep=True)
         self.summary.succeeded += 1
-        self.summary.prompt_tokens += body["usage"]["prompt_tokens"]
-        self.summary.completion_tokens += body["usage"]["completion_tokens"]
+        self.summary.prompt_tokens += job.answer.usage.prompt_tokens
+        self.summary.completion_tokens += job.answer.usage.completion_tokens
 
     def _fail(
         self, slot: int, line: _Line, custom_id: str | None, error: ApiError, journal: _Journal

@@ -53,5 +53,9 @@ class QueueFullError(OverloadedError):
         super().__init__(message, reason=reason, retry_after_seconds=retry_after_seconds)
 
 
+class GenerationError(JaxserveError):
+    """The engine goes on, but could not finish a request."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine has stopped (a step failed, or it was closed); it accepts nothing any more."""

@@ -1,4 +1,4 @@
-"""Offline generation from Python: `LLM(...).generate(...)`, `.chat(...)`, `.stream(...)`."""
+"""Offline use from Python: `LLM(...).generate(...)`, `.chat(...)`, `.stream(...)`, `.embed(...)`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ from threading import Lock, current_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
+import numpy as np
+
 from jaxserve.config import EngineConfig
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import EngineDeadError, GenerationError, InvalidRequestError, QueueFullError
 from jaxserve.outputs import RequestOutput, TokenLogprobs
 from jaxserve.progress import BarProgress, NullProgress, Progress
-from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, ServiceClass, ServiceTargets
+from jaxserve.request import (
+    FinishReason,
+    GenerationRequest,
+    Pooling,
+    SamplingParams,
+    ServiceClass,
+    ServiceTargets,
+)
 
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
@@ -249,6 +258,49 @@ class LLM:
         finally:
             self._abandon(call)
 
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        progress: bool | Progress = True,
+        **service: Unpack[ServiceOptions],
+    ) -> np.ndarray:
+        """A vector for each text, of the model's hidden states: what `/v1/embeddings` answers.
+
+        Args:
+          inputs: one or a list, as the prompts of `generate`.
+          pooling: the mean of a text's tokens, or its last token, for models trained so.
+          progress, service: as for `generate`.
+
+        Returns:
+          float32 [N, D], a row of length 1 for each of the N inputs in their order, D the width of the hidden states.
+
+        Raises:
+          InvalidRequestError: an input can't be embedded (the text says which); nothing has run.
+          OverloadedError, EngineDeadError: as for `generate`.
+          GenerationError: the engine could not finish one.
+        """
+        self._require_open()
+        params = SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling)
+        requests = []
+        for index, item in enumerate(_as_prompts(inputs)):
+            with _naming(f"input {index}"):
+                request = self._request(self._tokenize(item), params, service, stream=False)
+                self._engine.validate(request)
+            requests.append(request)
+        rows = {request.request_id: row for row, request in enumerate(requests)}
+        vectors_ND = np.empty((len(requests), self._engine.model_config.hidden_size), np.float32)
+
+        def take(output: RequestOutput) -> None:
+            if output.embedding is None:
+                raise GenerationError(output.error or "the request was aborted")
+            vectors_ND[rows[output.request_id]] = output.embedding
+
+        if requests:
+            self._run(requests, "embedding", progress, take)
+        return vectors_ND
+
     def _complete(
         self,
         inputs: list[_Input],
@@ -273,21 +325,31 @@ class LLM:
             request.request_id: _Draft(item, request.params.n)
             for item, request in zip(inputs, requests, strict=True)
         }
-        call = _Call(requests)
         started = time.perf_counter()
-        try:
-            with _display(progress) as show:
-                show("generating", 0, len(requests))
-                while not call.done:
-                    for output in self._advance(call):
-                        drafts[output.request_id].add(output)
-                    show("generating", len(requests) - len(call.unfinished), len(requests))
-        finally:
-            self._abandon(call)
+        self._run(requests, "generating", progress, lambda output: drafts[output.request_id].add(output))
         completions = [draft.complete() for draft in drafts.values()]
         if progress is True:
             _print_rate(completions, time.perf_counter() - started)
         return completions
+
+    def _run(
+        self,
+        requests: list[GenerationRequest],
+        what: str,
+        progress: bool | Progress,
+        take: Callable[[RequestOutput], None],
+    ) -> None:
+        """Hand all their outputs to `take`. What has not ended by then, for whatever reason, is aborted."""
+        call = _Call(requests)
+        try:
+            with _display(progress) as show:
+                show(what, 0, len(requests))
+                while not call.done:
+                    for output in self._advance(call):
+                        take(output)
+                    show(what, len(requests) - len(call.unfinished), len(requests))
+        finally:
+            self._abandon(call)
 
     def _tokenize(self, prompt: Prompt) -> _Input:
         if isinstance(prompt, Mapping):

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import base64
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.batch_runner import MAX_LINE_BYTES, BatchSummary, run_batch, write_unfinished
 from jaxserve.config import GenerationDefaults
+from jaxserve.llm import LLM
 from jaxserve.server.conversion import ServingContext
 from jaxserve.tokenizer import Tokenizer
 from tests.engine_harness import ServedModel
@@ -198,6 +201,45 @@ def test_a_real_engine_with_a_short_queue_loses_nothing(
     assert batch.records[7]["error"] is None or batch.records[7]["error"]["code"] == "ttft_target"
     assert not engine.has_work()
     engine.check_integrity()
+
+
+def test_embeddings_stand_among_other_lines(
+    batch: Batch, tiny_model: ServedModel, tokenizer: Tokenizer
+) -> None:
+    """Embeddings in a file are those in Python; a bad line of them stops nothing."""
+    engine = tiny_model.engine(max_num_seqs=2, max_waiting=3)
+    texts = ["one", "two of them", "a much longer one of several words", "one"]
+
+    def embeddings(custom_id: str, text: Any, **fields: Any) -> dict[str, Any]:
+        body = {"model": "copy", "input": text, **fields}
+        return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": body}
+
+    lines = [
+        embeddings("list", texts),
+        completion("text", [5, 6, 7]),
+        embeddings("packed", texts[1], encoding_format="base64"),
+        embeddings("empty", ""),
+        embeddings("cut", texts[2], dimensions=3),
+        embeddings("streamed", texts[2], stream=True),
+    ]
+    batch.source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    context = ServingContext(tokenizer, GenerationDefaults(), ("copy",), 256, engine, embedding_size=64)
+    summary = run_batch(engine, context, batch.source, batch.destination, max_in_flight=8)
+    assert (summary.succeeded, summary.failed) == (3, 3)
+    assert not engine.has_work()
+    listed, text, packed, empty, cut, streamed = batch.records
+    body = listed["response"]["body"]
+    assert [item["index"] for item in body["data"]] == [0, 1, 2, 3]
+    num_tokens = sum(len(tokenizer.encode(one)) for one in texts)
+    assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert summary.prompt_tokens == num_tokens + 3 + len(tokenizer.encode(texts[1]))
+    assert summary.completion_tokens == text["response"]["body"]["usage"]["completion_tokens"]
+    found = np.array([item["embedding"] for item in body["data"]])
+    with LLM.from_engine(engine) as llm:
+        np.testing.assert_allclose(found, llm.embed(texts, progress=False), atol=1e-6)
+    raw = base64.b64decode(packed["response"]["body"]["data"][0]["embedding"])
+    np.testing.assert_allclose(np.frombuffer(raw, "<f4"), found[1], atol=1e-6)
+    assert [one["error"]["param"] for one in (empty, cut, streamed)] == ["input", "dimensions", "stream"]
 
 
 def interrupt_after(batch: Batch, steps: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 from jaxserve.batch.buckets import default_buckets
 from jaxserve.config import GenerationDefaults, ModelConfig
 from jaxserve.engine import EngineCore
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, GenerationError, InvalidRequestError
 from jaxserve.llm import LLM, Completion
 from jaxserve.request import SamplingParams
 from tests.fakes import FakeRunner, make_config, make_request, solo_tokens
@@ -459,8 +459,35 @@ def test_a_real_model_answers_and_gives_its_memory_back(tiny_checkpoint_dir, com
             assert "".join(piece.text for piece in pieces) == result.text
         (scored,) = llm.generate("a b c", SamplingParams(max_tokens=1, prompt_logprobs=1), progress=False)
         assert [entry is None for entry in scored.prompt_logprobs] == [True, False, False]
+        check_embeddings(llm, prompts)
         assert llm.engine.stats.serving_compilations == 0
     assert device_bytes() <= before
+
+
+def check_embeddings(llm: LLM, texts: list[str]) -> None:
+    """Rows in the order of the inputs, alone as together; of a single token mean and last are the same."""
+    together = llm.embed([*texts, *texts], progress=False)
+    assert together.dtype == np.float32
+    assert together.shape == (2 * len(texts), 64)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
+    for row, text in enumerate(texts):
+        np.testing.assert_allclose(llm.embed(text, progress=False), together[row : row + 1], atol=2e-6)
+    np.testing.assert_allclose(together[: len(texts)], together[len(texts) :], atol=2e-6)
+    tokens = llm.engine.tokenizer.encode(texts[1])
+    last = llm.embed([texts[1], tokens, [7]], pooling="last", progress=False)
+    np.testing.assert_allclose(last[0], last[1], atol=2e-6)
+    assert not np.allclose(last[0], together[1], atol=1e-2)
+    np.testing.assert_allclose(last[2:], llm.embed([7], progress=False), atol=2e-6)
+    assert llm.embed([], progress=False).shape == (0, 64)
+    with pytest.raises(InvalidRequestError, match="input 1"):
+        llm.embed(["fine", ""], progress=False)
+
+
+def test_an_embedding_that_could_not_be_made_is_an_error(llm):
+    """Here, because its model of the device has no hidden states; nothing is left of the call."""
+    with pytest.raises(GenerationError):
+        llm.embed(["one", "two"], progress=False)
+    assert_idle(llm)
 
 
 def test_options_are_given_one_way_only(tiny_checkpoint_dir):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -425,7 +427,8 @@ _MEASURE: Mapping[str, Callable[[argparse.Namespace, Progress], Measured]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Errors that a person can mend are one line on stderr and code 2."""
     try:
-        return run(parse_arguments(arguments))
+        with _ending_what_was_started():
+            return run(parse_arguments(arguments))
     except JaxserveError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
     except OSError as error:
@@ -433,6 +436,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
     return EXIT_BAD_INPUT
+
+
+@contextlib.contextmanager
+def _ending_what_was_started() -> Iterator[None]:
+    """Signals would end this process at once, and leave the servers that it started."""
+    before = {
+        number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

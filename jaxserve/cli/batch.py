@@ -28,6 +28,7 @@ def batch(
     ] = None,
     dtype: options.DType = options.DTypeChoice.auto,
     quantization: options.Quantization = options.QuantizationChoice.none,
+    pooling: options.Pooling = options.PoolingChoice.mean,
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
@@ -50,9 +51,9 @@ def batch(
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    A line is {"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the other url is
-    /v1/completions, and the body is what the server takes. Every line that is not blank gets one answer, in order;
-    a bad line gets an error record with its line number and stops nothing.
+    A line is {"custom_id": "...", "method": "POST", "url": "/v1/chat/completions", "body": {...}}; the other urls are
+    /v1/completions and /v1/embeddings, and the body is what the server takes. Every line that is not blank gets one
+    answer, in order; a bad line gets an error record with its line number and stops nothing.
 
     An interrupted run leaves OUTPUT.jsonl.partial beside the output: the same command goes on from there. The
     output appears at the end, whole. Exit codes: 0 all lines answered, 1 some failed, 2 bad usage.
@@ -115,6 +116,8 @@ def batch(
                 max_model_len=engine.max_request_tokens,
                 validator=engine,
                 tool_format=tool_format_of(engine.tokenizer),
+                pooling=pooling.value,
+                embedding_size=engine.model_config.hidden_size,
             )
             summary = run_batch(
                 engine,

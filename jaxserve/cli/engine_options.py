@@ -25,6 +25,11 @@ class QuantizationChoice(StrEnum):
     int8 = "int8"
 
 
+class PoolingChoice(StrEnum):
+    mean = "mean"
+    last = "last"
+
+
 class SchedulerChoice(StrEnum):
     continuous = "continuous"
     static = "static"
@@ -48,6 +53,13 @@ Quantization = Annotated[
     QuantizationChoice,
     typer.Option(
         help="int8 makes the layers' matrices int8 when they are loaded, and rounds activations token by token.",
+        rich_help_panel=PANEL,
+    ),
+]
+Pooling = Annotated[
+    PoolingChoice,
+    typer.Option(
+        help="What /v1/embeddings are made of: the mean of a text's tokens, or its last token.",
         rich_help_panel=PANEL,
     ),
 ]

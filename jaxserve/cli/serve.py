@@ -25,11 +25,6 @@ class ToolCallParserChoice(StrEnum):
     smollm2 = "smollm2"
 
 
-class PoolingChoice(StrEnum):
-    mean = "mean"
-    last = "last"
-
-
 def serve(
     model: options.Model,
     host: Annotated[
@@ -149,13 +144,7 @@ def serve(
             rich_help_panel=PANEL,
         ),
     ] = ToolCallParserChoice.auto,
-    pooling: Annotated[
-        PoolingChoice,
-        typer.Option(
-            help="What /v1/embeddings are made of: the mean of a text's tokens, or its last token.",
-            rich_help_panel=PANEL,
-        ),
-    ] = PoolingChoice.mean,
+    pooling: options.Pooling = options.PoolingChoice.mean,
     drain_seconds: Annotated[
         float,
         typer.Option(

@@ -12,7 +12,7 @@ from jaxserve.server.conversion import PreparedRequest
 from jaxserve.server.embeddings import EmbeddingsBuilder
 from jaxserve.server.errors import ApiError, error_body
 from jaxserve.server.openai_responses.answer import ResponseEvents, ResponseObjectBuilder
-from jaxserve.server.responses import ChunkBuilder, ResponseBuilder
+from jaxserve.server.responses import ChunkBuilder, ResponseBuilder, Usage
 from jaxserve.server.stream import EventSource, event
 
 if TYPE_CHECKING:
@@ -48,15 +48,29 @@ class ChunkEvents:
         return b"data: " + error_body(error) + b"\n\n"
 
 
+class CountedAnswer(Answer, Protocol):
+    """One that says when it is whole, and what it took."""
+
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def usage(self) -> Usage: ...
+
+
+def batch_answer(prepared: PreparedRequest, tokenizer: Tokenizer) -> CountedAnswer:
+    """Of a line of a batch file."""
+    if prepared.endpoint == "/v1/embeddings":
+        return EmbeddingsBuilder(prepared)
+    return ResponseBuilder(prepared, tokenizer)
+
+
 def whole_answer(prepared: PreparedRequest, tokenizer: Tokenizer) -> Answer:
     """Of a request that is not streamed."""
     if prepared.endpoint == "/v1/messages":
         return MessageBuilder(prepared, tokenizer)
-    if prepared.endpoint == "/v1/embeddings":
-        return EmbeddingsBuilder(prepared)
     if prepared.endpoint == "/v1/responses":
         return ResponseObjectBuilder(prepared, tokenizer)
-    return ResponseBuilder(prepared, tokenizer)
+    return batch_answer(prepared, tokenizer)
 
 
 def streamed_answer(prepared: PreparedRequest, tokenizer: Tokenizer) -> EventSource:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import importlib.metadata
 import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,26 +25,26 @@ from jaxserve.server.anthropic.body import count_tokens
 from jaxserve.server.api_keys import ApiKeys, sent_key
 from jaxserve.server.async_engine import AsyncEngine
 from jaxserve.server.circuit_breaker import BreakerOpenError
-from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext, prepare
+from jaxserve.server.conversion import Endpoint, PreparedRequest, ServingContext
 from jaxserve.server.cors import ANY_ORIGIN, cors_headers
-from jaxserve.server.embeddings import prepare_embeddings
 from jaxserve.server.errors import ApiError, shutting_down, to_api_error
 from jaxserve.server.extension import Extension
 from jaxserve.server.metrics import ServerMetrics
 from jaxserve.server.openapi import OPERATIONS, Operation, openapi_document
+from jaxserve.server.preparation import prepare
 from jaxserve.server.request_id import REQUEST_ID, add_request_id
 from jaxserve.server.request_log import log_request
 from jaxserve.server.request_record import RECORD, Reporter, new_record
 from jaxserve.server.retry_after import retry_after
-from jaxserve.server.service_level import Caller, read_caller
+from jaxserve.server.service_level import Caller, place_at_a_glance, read_caller
 from jaxserve.server.stream import send_stream
 from jaxserve.server.tokenization import detokenize, tokenize
+from jaxserve.server.worker_threads import FIRST, WorkerThreads
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-PREPARE_THREADS = 2
 MIN_BODY_BYTES = 4 * 1024 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BYTES_PER_CHAR = 12  # a character past the basic plane, written as two \uXXXX escapes
@@ -93,7 +93,7 @@ class Server:
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="jaxserve-prepare")
+        self._threads = WorkerThreads()
 
     # Life.
 
@@ -112,7 +112,7 @@ class Server:
 
     def close(self) -> None:
         """End the worker threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # Generation.
 
@@ -147,9 +147,9 @@ class Server:
             key_name = request.get(KEY_NAME, "")
             caller = read_caller(request.headers, key_name)
             data = await read_body(request, self.max_body_bytes)
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._pool, self._prepare, endpoint, data, caller)
-            del data
+            prepare = functools.partial(self._prepare, endpoint, data, caller)
+            prepared = await self._threads.run(place_at_a_glance(data, caller), prepare)
+            del data, prepare
             record.begin(prepared)
             with self._refusals_counted():
                 opened = self.engine.open(prepared.prompts, record.add)
@@ -173,18 +173,15 @@ class Server:
                 self._idle.set()
 
     def _prepare(self, endpoint: Endpoint, data: bytes, caller: Caller) -> PreparedRequest:
-        if endpoint == "/v1/embeddings":
-            prepared = prepare_embeddings(data, self.context, caller)
-        else:
-            prepared = prepare(endpoint, data, self.context, caller)
+        prepared = prepare(endpoint, data, self.context, caller)
         promised = self.engine.check_admission(prepared.prompts)
         return dataclasses.replace(prepared, prompts=promised)
 
     async def _json_response(self, prepared: PreparedRequest, answer: Answer) -> web.Response:
         if prepared.num_logprobs is None and prepared.embeds_as is None:
             return json_response(answer.to_json())
-        loop = asyncio.get_running_loop()  # may be megabytes
-        body = await loop.run_in_executor(self._pool, lambda: msgspec.json.encode(answer.to_json()))
+        # May be megabytes.
+        body = await self._threads.run(FIRST, lambda: msgspec.json.encode(answer.to_json()))
         return web.Response(body=body, content_type="application/json")
 
     @contextmanager
@@ -227,7 +224,7 @@ class Server:
         """By what needs no engine, in a worker thread."""
         data = await read_body(request, self.max_body_bytes)
         make = lambda: msgspec.json.encode(answer(data, self.context))  # noqa: E731
-        body = await asyncio.get_running_loop().run_in_executor(self._pool, make)
+        body = await self._threads.run(FIRST, make)
         return web.Response(body=body, content_type="application/json")
 
     # Errors.

@@ -43,7 +43,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 Endpoint = Literal[
     "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"
 ]
-BATCH_ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions")
+BATCH_ENDPOINTS: tuple[Endpoint, ...] = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 
 class Validator(Protocol):
@@ -125,10 +125,10 @@ class PreparedRequest:
         return len(self.prompts) * self.n
 
 
-def prepare(
+def prepare_generation(
     endpoint: Endpoint, data: bytes, context: ServingContext, caller: Caller = Caller()
 ) -> PreparedRequest:
-    """Decode a JSON body, check it, tokenise its prompts.
+    """Decode a JSON body that asks for text, check it, tokenise its prompts.
 
     Args:
       caller: what is known of the request besides its body.

@@ -21,7 +21,7 @@ from jaxserve.server.chat_prompt import encode_text
 from jaxserve.server.conversion import PreparedRequest, ServingContext, split_prompts
 from jaxserve.server.errors import ApiError, renamed_params, unsupported
 from jaxserve.server.protocol import decode
-from jaxserve.server.responses import raise_if_failed
+from jaxserve.server.responses import Usage, raise_if_failed
 from jaxserve.server.service_level import Caller, service_level
 
 MAX_INPUTS = 2048  # of one HTTP request, as in the OpenAI API
@@ -80,7 +80,7 @@ class Embeddings(msgspec.Struct, kw_only=True):
 
 
 def prepare_embeddings(data: bytes, context: ServingContext, caller: Caller) -> PreparedRequest:
-    """See `conversion.prepare`."""
+    """See `preparation.prepare`."""
     body = decode(data, EmbeddingsBody)
     context.check_model(body.model)
     service = service_level(body, caller, context.service)
@@ -169,17 +169,24 @@ class EmbeddingsBuilder:
         self._prepared = prepared
         self._index = {request.request_id: i for i, request in enumerate(prepared.prompts)}
         self._vectors: dict[int, np.ndarray] = {}
+        self.usage = Usage()
 
     def add(self, output: RequestOutput) -> None:
         """Raises: ApiError: the engine could not finish one."""
         raise_if_failed(output)
         if output.embedding is None:
             raise ApiError(500, "an embedding is missing", type="server_error", code="generation_failed")
-        self._vectors[self._index[output.request_id]] = output.embedding
+        index = self._index[output.request_id]
+        self._vectors[index] = output.embedding
+        self.usage.add(index, index, output)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._vectors) == len(self._index)
 
     def to_json(self) -> Embeddings:
         """In the order of the inputs."""
-        num_tokens = sum(len(request.prompt_token_ids) for request in self._prepared.prompts)
+        num_tokens = self.usage.prompt_tokens
         return Embeddings(
             data=[
                 Embedding(index=index, embedding=self._written(self._vectors[index]))

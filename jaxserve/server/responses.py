@@ -321,6 +321,8 @@ class ChunkBuilder:
         self._prepared = prepared
         self._maker = PieceMaker(prepared, tokenizer)
         self._begun: set[int] = set()
+        self._told: set[int] = set()  # choices of which there was text or a call
+        self._may_call = prepared.tool_use is not None
 
     def chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks for an output: for chat, the choice's first brings the role and its last only the end.
@@ -372,16 +374,22 @@ class ChunkBuilder:
         chunks = []
         if piece.choice not in self._begun:
             self._begun.add(piece.choice)
-            chunks.append(self._chat_chunk(piece.choice, {"role": "assistant", "content": ""}))
+            # Where there may be nothing but calls, it is the next chunks that say whether there is any content.
+            begun_as = None if self._may_call else ""
+            chunks.append(self._chat_chunk(piece.choice, {"role": "assistant", "content": begun_as}))
         if self._has_news(piece):
-            delta: dict[str, Any] = {"content": piece.text} if piece.text or not piece.tool_calls else {}
+            delta: dict[str, Any] = {"content": piece.text} if piece.text or not self._may_call else {}
             if piece.tool_calls:
                 delta["tool_calls"] = [call_json(call, in_stream=True) for call in piece.tool_calls]
+            if piece.text or piece.tool_calls:
+                self._told.add(piece.choice)
             chunk = self._chat_chunk(piece.choice, delta, logprobs=piece.logprobs)
             self._add_extensions(chunk["choices"][0], piece)
             chunks.append(chunk)
         if piece.finish_reason is not None:
-            chunk = self._chat_chunk(piece.choice, {}, finish_reason=piece.finish_reason)
+            is_empty = self._may_call and piece.choice not in self._told
+            delta = {"content": ""} if is_empty else {}
+            chunk = self._chat_chunk(piece.choice, delta, finish_reason=piece.finish_reason)
             chunk["choices"][0]["stop_reason"] = piece.stop_reason
             chunks.append(chunk)
         return chunks

@@ -17,6 +17,7 @@ from jaxserve.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
 _ERROR_CHARS = 300
+_TOLD_BETTER = {"NoExtensionBias": "nothing fits it"}  # by llguidance's words
 _CONTROL = re.compile("[\x7f-\x9f]")
 # A mask takes 0.02 to 0.5 ms as a rule. What would take half a second is too complex.
 _LIMITS = LLParserLimits(initial_lexer_fuel=500_000, step_lexer_fuel=50_000, verbose_errors=False)
@@ -115,6 +116,8 @@ def _source(grammar: Grammar) -> str:
                 grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
             )
         if grammar.kind is GrammarKind.REGEX:
+            if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:  # the conversion would drop it
+                raise ValueError("regex parse error: it ends with a backslash that escapes nothing")
             # \d is 0-9, as people mean it.
             return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'd')}/")
         if grammar.kind is GrammarKind.CHOICE:
@@ -131,6 +134,7 @@ def _quoted(text: str) -> str:
 
 def _invalid(grammar: Grammar, reason: str) -> InvalidRequestError:
     what = grammar.kind.value.replace("_", " ")
-    line = " ".join(reason.replace("<non-verbose/>", "").split())
+    told = _TOLD_BETTER.get(reason.replace("<non-verbose/>", "").strip(), reason)
+    line = " ".join(told.replace("<non-verbose/>", "").split())
     short = line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + "..."
     return InvalidRequestError(f"the {what} can't be used: {short}", param="grammar", code="invalid_grammar")

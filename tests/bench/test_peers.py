@@ -279,3 +279,24 @@ def test_ending_the_bench_ends_the_server_it_started(tmp_path: Path) -> None:
     bench.terminate()
     assert bench.wait(60) == 128 + 15
     assert not is_running(int(started.read_text()))
+
+
+@pytest.mark.parametrize("command", ["slow-clients", "soak", "pressure"])
+def test_ending_a_bench_ends_our_own_server(command: str, tmp_path: Path) -> None:
+    """Its server never gets ready: the model is one whose weights it can't read for ever, out of a pipe."""
+    model = tmp_path / "model.gguf"
+    os.mkfifo(model)
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "jaxserve.bench", command, "--model", str(model)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    servers: list[int] = []
+    deadline = time.monotonic() + 60
+    while not servers and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+        servers = [int(pid) for pid in children]
+    assert servers
+    bench.terminate()
+    assert bench.wait(60) == 128 + 15
+    assert not any(map(is_running, servers))

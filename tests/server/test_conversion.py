@@ -8,7 +8,7 @@ import pytest
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import MAX_STOP_STRINGS, SamplingParams
-from jaxserve.server.conversion import MAX_CHOICES, PreparedRequest, ServingContext, prepare
+from jaxserve.server.conversion import MAX_CHOICES, PreparedRequest, ServingContext, prepare_generation
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.tokenizer import Tokenizer
 from tests.server.copy_engine import CopyEngine
@@ -31,7 +31,7 @@ class Front:
         return self.raw(CHAT, {"model": "copy", "messages": [{"role": "user", "content": content}], **fields})
 
     def raw(self, endpoint: Any, body: Any) -> PreparedRequest:
-        return prepare(endpoint, json.dumps(body).encode(), self.context)
+        return prepare_generation(endpoint, json.dumps(body).encode(), self.context)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve.config import GenerationDefaults
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import GenerationRequest, ServiceClass, ServiceTargets
-from jaxserve.server.conversion import ServingContext, prepare
+from jaxserve.server.conversion import ServingContext, prepare_generation
 from jaxserve.server.responses import ChunkBuilder, ResponseBuilder
 from jaxserve.server.service_level import Caller, ServiceRules, client_name, read_caller
 from jaxserve.tokenizer import Tokenizer
@@ -38,7 +38,9 @@ class Door:
 
     def prepared(self, endpoint: Any, headers: dict[str, str] | None = None, **fields: Any) -> Any:
         body = {"model": "copy", **ENDPOINTS[endpoint], **fields}
-        return prepare(endpoint, json.dumps(body).encode(), self._context, read_caller(headers or {}))
+        return prepare_generation(
+            endpoint, json.dumps(body).encode(), self._context, read_caller(headers or {})
+        )
 
     def request(self, headers: dict[str, str] | None = None, **fields: Any) -> GenerationRequest:
         """The same of both endpoints and for every prompt of a request, or it is no answer."""

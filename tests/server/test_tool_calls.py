@@ -68,7 +68,7 @@ def ask(servers: Fixture, name: str, *scripts: str, **fields: Any) -> Any:
     chunks = http.stream(server.base_url, CHAT, {**body, "stream_options": {"include_usage": True}})
     for index, choice in enumerate(whole["choices"]):
         assert streamed(chunks, index) == (
-            choice["message"]["content"] or "",
+            choice["message"]["content"],
             [
                 (one["id"][:0], one["function"]["name"], one["function"]["arguments"])
                 for one in choice["message"].get("tool_calls", [])
@@ -79,14 +79,18 @@ def ask(servers: Fixture, name: str, *scripts: str, **fields: Any) -> Any:
     return whole["choices"][0]
 
 
-def streamed(chunks: list[Any], choice: int) -> tuple[str, list[tuple[str, str, str]], str]:
-    """What a strict client makes of a stream: content, calls (ids are random: left out), finish_reason."""
-    content, calls, reasons = "", {}, []
+def streamed(chunks: list[Any], choice: int) -> tuple[str | None, list[tuple[str, str, str]], str]:
+    """What a strict client makes of a stream: content (None is not the same as empty), calls, finish_reason. Ids are
+    random, and left out.
+    """
+    content: str | None = None
+    calls, reasons = {}, []
     for chunk in chunks:
         for one in chunk["choices"]:
             if one["index"] != choice:
                 continue
-            content += one["delta"].get("content") or ""
+            if one["delta"].get("content") is not None:
+                content = (content or "") + one["delta"]["content"]
             for delta in one["delta"].get("tool_calls", ()):
                 if delta["index"] not in calls:
                     assert delta["index"] == len(calls)
@@ -119,7 +123,7 @@ def test_the_openai_client_gets_calls(servers: Fixture, name: str) -> None:
     assert len({one.id for one in calls}) == 2
     with client.chat.completions.stream(**request) as stream:
         final = stream.get_final_completion().choices[0]
-    assert final.finish_reason == "tool_calls"
+    assert (final.finish_reason, final.message.content) == ("tool_calls", None)
     assert [one.function.arguments for one in final.message.tool_calls or ()] == [ARGUMENTS, "{}"]
 
     # And back again, with the results.
@@ -138,6 +142,7 @@ def test_the_openai_client_gets_calls(servers: Fixture, name: str) -> None:
 @ALL
 def test_text_around_and_no_call_at_all(servers: Fixture, name: str) -> None:
     assert ask(servers, name, "Just words: <tool> {[ ok")["message"]["content"] == "Just words: <tool> {[ ok"
+    assert ask(servers, name, "")["message"]["content"] == ""
     choice = ask(servers, name, "Let me see.\n" + SCRIPTS[name])
     assert choice["message"]["content"] == "Let me see.\n"
     assert len(choice["message"]["tool_calls"]) == 2

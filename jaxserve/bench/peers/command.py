@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,18 +85,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         require_matplotlib()
     load = Load(arguments.rate, arguments.seed, arguments.idle_timeout, arguments.ready_timeout)
-    # SIGTERM would end this process at once, and leave the server that it started.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        result = compare(
-            peers,
-            workload,
-            load,
-            repeats=arguments.repeats,
-            announce=lambda line: print(line, file=sys.stderr, flush=True),
-        )
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    result = compare(
+        peers,
+        workload,
+        load,
+        repeats=arguments.repeats,
+        announce=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(to_json(result), indent=2) + "\n")
     if arguments.markdown is not None:

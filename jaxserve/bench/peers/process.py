@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxserve.bench.peers.peer import PORT, Peer
 from jaxserve.errors import ConfigError
@@ -81,21 +83,47 @@ def running(peer: Peer) -> Iterator[Running]:
     command = [word.replace(PORT, port) for word in peer.command]
     with tempfile.TemporaryDirectory(prefix="jaxserve-peer-") as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as output:
-            try:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a group of its own, so that workers can be ended with it
-                )
-            except OSError as error:
-                raise ConfigError(f"peer {peer.name!r}: {command[0]}: {error.strerror}") from error
+        process: subprocess.Popen[bytes] | None = None
         try:
+            with log.open("wb") as output, _signals_held_back():
+                process = _start(peer.name, command, output)
             yield Running(f"http://127.0.0.1:{port}", process, log)
         finally:
-            _end_group(process)
+            if process is not None:
+                _end_group(process)
+
+
+def _start(name: str, command: Sequence[str], output: BinaryIO) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, so that workers can be ended with it
+        )
+    except OSError as error:
+        raise ConfigError(f"peer {name!r}: {command[0]}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Those that mean to end us come behind the body, so that it is whole. They can't be blocked: what is started
+    there would inherit that.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which gets none
+        yield
+        return
+    held: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {one: signal.signal(one, lambda number, frame: held.append(number)) for one in numbers}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
