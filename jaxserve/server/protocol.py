@@ -227,6 +227,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
 }
 _UNHONOURED = (
     "store",

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.grammar import Grammar, GrammarKind
+from jaxserve.structured_output.schema_annotations import without_annotations
 from jaxserve.tokenizer import Tokenizer
 
 _KEPT = 64  # compiled grammars
@@ -21,8 +22,9 @@ _TOLD_BETTER = {"NoExtensionBias": "nothing fits it"}  # by llguidance's words
 _CONTROL = re.compile("[\x7f-\x9f]")
 # A mask takes 0.02 to 0.5 ms as a rule. What would take half a second is too complex.
 _LIMITS = LLParserLimits(initial_lexer_fuel=500_000, step_lexer_fuel=50_000, verbose_errors=False)
-# Between the parts of JSON: enough for deep indentation, and an end for a model that would go on with newlines forever.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+# Between the parts of JSON: nothing, a space, or a new line with its indentation. A model that may have more goes on
+# with newlines until its tokens are used up.
+_WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,64})?"
 
 
 class GrammarCompiler:
@@ -112,9 +114,8 @@ def _source(grammar: Grammar) -> str:
     """In llguidance's own form."""
     try:
         if grammar.kind is GrammarKind.JSON_SCHEMA:
-            return LLMatcher.grammar_from_json_schema(
-                grammar.text, defaults={"whitespace_pattern": _WHITESPACE}
-            )
+            schema = without_annotations(grammar.text)
+            return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
         if grammar.kind is GrammarKind.REGEX:
             if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:  # the conversion would drop it
                 raise ValueError("regex parse error: it ends with a backslash that escapes nothing")
@@ -125,6 +126,8 @@ def _source(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark(grammar.text)
     except ValueError as error:
         raise _invalid(grammar, str(error)) from None
+    except RecursionError:
+        raise _invalid(grammar, "it is nested too deeply") from None
 
 
 def _quoted(text: str) -> str:

@@ -117,6 +117,8 @@ NEUTRAL: list[tuple[str, Any]] = [
     ("tool_choice", "none"),
     ("modalities", ["text"]),
     ("store", False),
+    ("reasoning_effort", "none"),
+    ("verbosity", "medium"),
     ("best_of", 1),
     ("user", "someone"),
     ("metadata", {"a": "b"}),

@@ -41,6 +41,10 @@ BAD = {
     "schema: unknown keyword": Grammar.json_schema({"not": {"type": "string"}}),
     "schema: nothing fits": Grammar.json_schema({"allOf": [{"type": "string"}, {"type": "integer"}]}),
     "schema: a remote reference": Grammar.json_schema({"$ref": "http://example.com/x"}),
+    "schema: 30,000 deep": Grammar(GrammarKind.JSON_SCHEMA, '{"not":' * 30_000),
+    "schema: a format that is defined, and not known": Grammar.json_schema(
+        {"type": "string", "format": "iri"}
+    ),
     "schema: 200 deep": Grammar.json_schema(nested(200)),
     "lark: no start": Grammar(GrammarKind.LARK, 'a: "b"'),
     "lark: unknown rule": Grammar(GrammarKind.LARK, "start: other"),
@@ -211,3 +215,41 @@ def _shared() -> GrammarCompiler:
     if not _SHARED:
         _SHARED.append(GrammarCompiler(smollm2(), VOCAB, [EOS]))
     return _SHARED[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "takes", "refuses"),
+    [
+        ({"type": "string", "format": "path"}, '"a/b"', "1"),
+        ({"anyOf": [{"type": "string", "format": "binary"}, {"type": "null"}]}, "null", "1"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1,1]", '["a"]'),
+        (
+            {"properties": {"x": {"$ref": "#/$defs/s"}}, "$defs": {"s": {"type": "string", "format": "zip"}}},
+            "{}",
+            "{1",
+        ),
+        # No keywords, but names and values.
+        (
+            {"properties": {"format": {"type": "integer"}}, "required": ["format"]},
+            '{"format":1}',
+            '{"format":"path"}',
+        ),
+        ({"const": {"format": "path", "uniqueItems": False}}, '{"format":"path","uniqueItems":false}', "{}"),
+    ],
+)
+def test_what_asks_for_nothing_is_left_out(
+    compiler: GrammarCompiler, schema: dict, takes: str, refuses: str
+) -> None:
+    grammar = Grammar.json_schema(schema)
+    assert accepts(compiler.compile(grammar), takes)
+    assert not accepts(compiler.compile(grammar), refuses)
+
+
+def test_white_space_between_the_parts_of_json_ends(compiler: GrammarCompiler) -> None:
+    grammar = Grammar.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    )
+    for text in ('{"a":1}', '{"a": 1}', '{\n  "a": 1\n}', '{\r\n\t"a": 1\r\n}'):
+        assert accepts(compiler.compile(grammar), text)
+    for text in ('{\n\n"a":1}', '{"a":  1}', '{ \n"a":1}'):
+        assert not accepts(compiler.compile(grammar), text)

@@ -226,7 +226,7 @@ def prepare_response(
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None:
         return None
-    if text.verbosity is not None:
+    if text.verbosity not in (None, "medium"):  # the default
         raise unsupported("text.verbosity", "'text.verbosity' is not supported by this server")
     asked = text.format
     if asked is None:
