@@ -10,7 +10,7 @@ from tests.engine_harness import TINY_MODEL
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize("speculative", [None, "ngram", "self:1"])
+@pytest.mark.parametrize("speculative", [None, "ngram", "self:1", "exit:somewhere"])
 def test_overlap_is_for_accelerators_that_do_not_speculate(platform: str, speculative: str | None) -> None:
     config = resolve(EngineConfig(speculative=speculative), TINY_MODEL, platform=platform)
     assert config.overlap == (platform == "gpu" and speculative is None)
