@@ -199,7 +199,7 @@ def no_logprobs(num_positions: int, vocab_size: int) -> Logprobs:
 
 
 def _process(
-    logits_SV: jax.Array, rows: SamplingRows, state: SamplingState, token_ids_V: jax.Array | None
+    logits_SV: jax.Array, rows: SamplingRows, state: SamplingState, token_ids_V: jax.Array | None = None
 ) -> jax.Array:
     """Penalties, bias and banned stops, for the rows that ask for each."""
     of_logits = lambda x: x if token_ids_V is None else x[:, token_ids_V]  # noqa: E731
