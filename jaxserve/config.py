@@ -17,6 +17,7 @@ Quantization = Literal["int8"]
 _HOST_MEMORY = 4 * 2**30  # where there is an accelerator
 NGRAM = "ngram"
 _SELF = "self:"
+_EXIT = "exit:"
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
@@ -130,8 +131,9 @@ class EngineConfig:
         the host; None does so on accelerators, unless the engine speculates. Not with the static scheduler.
       speculative: who proposes draft tokens for steps to verify; None: nobody. "ngram" looks for the last few tokens
         earlier in prompt and output, and proposes what came behind them there. "self:K" drafts with the model's own
-        first K layers. Anything else is the name or path of a draft model: a smaller one of the same vocabulary.
-        Not with the static scheduler.
+        first K layers below its own head, "exit:PATH" with the first layers below an exit that was trained for it
+        (`scripts/train_draft`). Anything else is the name or path of a draft model: a smaller one of the same
+        vocabulary. Not with the static scheduler.
       num_speculative_tokens: most drafts of a request in a step.
       compilation_cache_dir: where compiled programs are kept between starts; None is the user's cache folder,
         "" keeps none.
@@ -292,6 +294,20 @@ def self_draft_layers(speculative: str) -> int | None:
     if not re.fullmatch("[0-9]{1,9}", number):  # int() takes other digits as well, and not any number of them
         raise ConfigError(f"speculative: expected self:K with a number of layers K, got {speculative!r}")
     return int(number)
+
+
+def exit_path(speculative: str) -> str | None:
+    """PATH of "exit:PATH"; None for anything else.
+
+    Raises:
+      ConfigError: there is no PATH.
+    """
+    if not speculative.startswith(_EXIT):
+        return None
+    path = speculative.removeprefix(_EXIT)
+    if not path:
+        raise ConfigError("speculative: expected exit:PATH with the folder of a trained exit")
+    return path
 
 
 def _resolve_speculation(options: EngineConfig, model: ModelConfig, max_tokens: int) -> int:

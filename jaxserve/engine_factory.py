@@ -62,11 +62,7 @@ def create_engine(
     params = checkpoint.load_params(
         jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
     )
-    draft_params = None
-    if setup.draft_checkpoint is not None:
-        draft_params = setup.draft_checkpoint.load_params(
-            jnp.dtype(config.dtype), quantization=config.quantization, progress=progress
-        )
+    draft_params = setup.load_draft_params(progress)
     runner = ModelRunner(
         checkpoint.config,
         config,

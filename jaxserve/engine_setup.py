@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxserve.batch.bucket_plan_file import read_plan
 from jaxserve.batch.buckets import ShapeBuckets, default_buckets, planned_buckets
 from jaxserve.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from jaxserve.checkpoint.exit_store import ExitCheckpoint, open_exit
 from jaxserve.config import (
     NGRAM,
     EngineConfig,
     ModelConfig,
     ResolvedConfig,
+    exit_path,
     resolve,
     self_draft_layers,
 )
@@ -38,14 +41,27 @@ class EngineSetup:
     attention: Backend
     buckets: ShapeBuckets
     draft: DraftModel | None = None
-    draft_checkpoint: Checkpoint | None = None  # of a draft model with weights of its own
+    draft_checkpoint: Checkpoint | ExitCheckpoint | None = None  # of what it has weights of its own for
 
     @property
     def param_bytes(self) -> int:
         """What all weights will take on the device."""
-        checkpoints = (self.checkpoint, self.draft_checkpoint)
         dtype, quantization = jnp.dtype(self.config.dtype), self.config.quantization
-        return sum(each.param_bytes(dtype, quantization=quantization) for each in checkpoints if each)
+        own, draft = self.checkpoint.param_bytes(dtype, quantization=quantization), self.draft_checkpoint
+        if draft is None:
+            return own
+        if isinstance(draft, ExitCheckpoint):
+            return own + draft.param_bytes(dtype.itemsize)
+        return own + draft.param_bytes(dtype, quantization=quantization)
+
+    def load_draft_params(self, progress: Progress) -> dict[Any, Any] | None:
+        """Weights of a draft model, or of an exit; None: what drafts has none of its own."""
+        dtype, draft = jnp.dtype(self.config.dtype), self.draft_checkpoint
+        if draft is None:
+            return None
+        if isinstance(draft, ExitCheckpoint):
+            return draft.load_params(dtype)
+        return draft.load_params(dtype, quantization=self.config.quantization, progress=progress)
 
 
 def set_up(
@@ -74,10 +90,12 @@ def set_up(
 
 def _open_draft(
     target: Checkpoint, config: ResolvedConfig, *, store: Path | None, progress: Progress
-) -> Checkpoint | None:
+) -> Checkpoint | ExitCheckpoint | None:
     name = config.speculative
     if name is None or name == NGRAM or self_draft_layers(name) is not None:
         return None
+    if (path := exit_path(name)) is not None:
+        return open_exit(Path(path), target.config, target.tokenizer_parts)
     checkpoint = open_checkpoint(resolve_model(name, store=store or default_store(), progress=progress))
     words = [each.tokenizer_parts.backend.get_vocab(with_added_tokens=True) for each in (target, checkpoint)]
     if words[0] != words[1] or target.config.vocab_size != checkpoint.config.vocab_size:
@@ -97,9 +115,11 @@ def _choose_draft(
     config: ResolvedConfig,
     attention: Backend,
     device: DeviceFacts,
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint | ExitCheckpoint | None,
 ) -> DraftModel | None:
     most = config.num_speculative_tokens
+    if isinstance(checkpoint, ExitCheckpoint):
+        return first_layers(target, checkpoint.num_layers, attention, most, checkpoint.shape)
     if checkpoint is not None:
         own = choose_attention(checkpoint.config, config, device)
         return DraftModel(checkpoint.config, is_own=True, attention=own, max_tokens=most)

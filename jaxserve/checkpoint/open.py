@@ -25,6 +25,7 @@ from jaxserve.checkpoint.tokenizer_parts import TokenizerParts, check_ids_fit
 from jaxserve.checkpoint.weights import WeightReader, as_tree, check_finite, main_dtype, quantise
 from jaxserve.config import GenerationDefaults, ModelConfig, Quantization
 from jaxserve.errors import CheckpointError
+from jaxserve.models.exit import ARCHITECTURE as EXIT_ARCHITECTURE
 from jaxserve.models.registry import WeightSpec, get_family
 
 if TYPE_CHECKING:
@@ -251,6 +252,10 @@ def _open_huggingface(path: Path) -> Checkpoint:
 
 def _open_store(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
+    if manifest.config.get("architectures") == [EXIT_ARCHITECTURE]:
+        raise CheckpointError(
+            f"{path}: is an exit and no model; its model takes it as --speculative exit:{path}"
+        )
     return _assemble(
         name=manifest.name,
         path=path,

@@ -119,13 +119,16 @@ def write_store(
     *,
     name: str,
     arrays: Mapping[WeightSpec, jax.Array],
-    tokenizer: TokenizerParts,
+    tokenizer: TokenizerParts | None,
     config: Mapping[str, Any],
     generation: Mapping[str, Any],
     stored_dtype: str,
     source: Mapping[str, Any],
 ) -> None:
     """Make `store` hold this model, replacing what it held; see the module's text for what happens on a crash.
+
+    Args:
+      tokenizer: None for what has none of its own (`checkpoint.exit_store`).
 
     Raises:
       CheckpointError: the place can't be written, or holds something that is not a store.
@@ -164,7 +167,7 @@ def write_store(
 def _write_data(
     data: Path,
     arrays: Mapping[WeightSpec, jax.Array],
-    tokenizer: TokenizerParts,
+    tokenizer: TokenizerParts | None,
     generation: Mapping[str, Any],
 ) -> None:
     import orbax.checkpoint as ocp
@@ -176,8 +179,9 @@ def _write_data(
             checkpointer.save((data / "params").absolute(), args=ocp.args.PyTreeSave(tree))
     except ValueError as error:  # tensorstore's way of saying "no space left on device"
         raise CheckpointError(f"{data}: cannot be written ({_one_line(error)})") from error
-    save_tokenizer_files(tokenizer, data / "tokenizer")
-    _write_json(data / "tokenizer" / "generation_config.json", generation)
+    if tokenizer is not None:
+        save_tokenizer_files(tokenizer, data / "tokenizer")
+        _write_json(data / "tokenizer" / "generation_config.json", generation)
     _sync_tree(data)
 
 

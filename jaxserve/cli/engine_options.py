@@ -181,10 +181,10 @@ Overlap = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        metavar="ngram|self:K|MODEL",
+        metavar="ngram|self:K|exit:PATH|MODEL",
         help="Who proposes draft tokens, which steps verify as many at a time as pay [default: nobody]. ngram: what "
-        "came behind the last few tokens earlier in prompt or output. self:K: the model's own first K layers. Or name "
-        "a smaller model of the same vocabulary.",
+        "came behind the last few tokens earlier in prompt or output. self:K: the model's own first K layers. "
+        "exit:PATH: these below an exit that scripts/train_draft made. Or name a smaller model of the same vocabulary.",
         rich_help_panel=PANEL,
     ),
 ]

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxserve.config import ModelConfig
+from jaxserve.models.exit import ExitShape
 from pallas_kernels.paged_attention import Backend
 
 
@@ -19,12 +20,14 @@ class DraftModel:
         below the target's own head, and lives in these layers' cache.
       attention: the backend that its attention runs on.
       max_tokens: most draft tokens of a row.
+      exit: what stands above the target's first layers in the place of its head, if anything does.
     """
 
     model: ModelConfig
     is_own: bool
     attention: Backend
     max_tokens: int
+    exit: ExitShape | None = None
 
     @property
     def cached(self) -> ModelConfig | None:
@@ -32,10 +35,18 @@ class DraftModel:
         return self.model if self.is_own else None
 
 
-def first_layers(target: ModelConfig, num_layers: int, attention: Backend, max_tokens: int) -> DraftModel:
+def first_layers(
+    target: ModelConfig,
+    num_layers: int,
+    attention: Backend,
+    max_tokens: int,
+    exit_: ExitShape | None = None,
+) -> DraftModel:
     """The target's own first layers as its draft.
 
     Args:
       attention: the target's.
+      exit_: see `DraftModel`.
     """
-    return DraftModel(dataclasses.replace(target, num_layers=num_layers), False, attention, max_tokens)
+    layers = dataclasses.replace(target, num_layers=num_layers)
+    return DraftModel(layers, False, attention, max_tokens, exit_)

@@ -15,7 +15,7 @@ from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.machine_memory import host_memory, machine_memory
 from jaxserve.device.memory import size_host_tier, size_pool
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
-from jaxserve.device.program_definitions import describe_programs, make_state
+from jaxserve.device.program_definitions import describe_programs, make_hidden, make_state
 from jaxserve.device.program_memory import temporary_bytes
 from jaxserve.device.programs import ProgramMaker, essential_keys
 from jaxserve.progress import Progress
@@ -55,14 +55,14 @@ def plan_memory(
     """Decide the pool's size and make the largest programs (and the smallest step, which serving begins with too).
 
     Args:
-      weights: bytes, those of a draft model included.
+      weights: bytes, those of a draft model or an exit included.
       cache_directory: see `ProgramMaker`.
       draft: what drafts on the device, if anything does.
 
     Raises:
       ConfigError: something does not fit; one line that has the account.
     """
-    one_block = jax.eval_shape(lambda: make_state(model, config, 1))
+    one_block, hidden = jax.eval_shape(lambda: (make_state(model, config, 1), make_hidden(draft, config)))
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     keys = essential_keys(buckets, swaps=config.host_memory > 0, draft=draft)
     machine = machine_memory()
@@ -93,7 +93,7 @@ def plan_memory(
         model,
         machine=machine,
         weights=weights,
-        row_state=tree_bytes((one_block.sampling, one_block.last_token_ids_R)),
+        row_state=tree_bytes((one_block.sampling, one_block.last_token_ids_R, hidden)),
         temporaries=temporaries,
         host_tier=host_tier_bytes(host, on_host=machine.on_host),
         draft=cached,

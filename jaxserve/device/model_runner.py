@@ -26,16 +26,24 @@ from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
 from jaxserve.device.block_swap import BlockSwap, host_tier_bytes
 from jaxserve.device.compiled import CompileCounter, ExecutableSet
+from jaxserve.device.draft import DraftParams
 from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.host_allocator import release_free_memory
 from jaxserve.device.host_pool import HostPool
 from jaxserve.device.machine_memory import machine_memory
 from jaxserve.device.memory_account import MemoryAccount, tree_bytes
-from jaxserve.device.params import fill_params
-from jaxserve.device.program_definitions import COPY_BLOCKS, LOAD_ROW, describe_programs, make_state
+from jaxserve.device.params import fill_draft_params, fill_params
+from jaxserve.device.program_definitions import (
+    COPY_BLOCKS,
+    LOAD_ROW,
+    describe_programs,
+    make_hidden,
+    make_state,
+)
 from jaxserve.device.programs import (
     DraftKey,
     FollowKey,
+    ObserveKey,
     ProgramKey,
     ProgramMaker,
     essential_keys,
@@ -50,7 +58,6 @@ from jaxserve.device.sampling import (
     Logprobs,
 )
 from jaxserve.device.step import StepOutput
-from jaxserve.device.step_parts import StepParams
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import ModelRunnerOutput, PooledTokens, TokenLogprobs
 from jaxserve.pooling import sum_hidden
@@ -93,7 +100,7 @@ class ModelRunner:
       cache_directory: where compiled programs are kept between starts; None keeps none.
       maker: of the same programs, if some of them had to be made before; None makes one.
       draft: what drafts on the device, if anything does.
-      draft_params: as `params`, of a draft model with weights of its own.
+      draft_params: as `params`, of a draft model with weights of its own, or of an exit (`models.exit`).
       clock: seconds, for measuring transfers of blocks.
       observe_logits: for tests: given the batch and the float32 logits [S, V] of every step that is read.
 
@@ -140,12 +147,11 @@ class ModelRunner:
         self.buckets = ReadyBuckets(buckets)
         self._params = fill_params(maker.programs.params, params)
         self._draft = drafting = maker.programs.draft
-        self._draft_params: StepParams | None = None
-        if drafting is not None and draft_params is not None:
-            self._draft_params = fill_params(drafting.params, draft_params)
-        elif drafting is not None:
-            assert not drafting.what.is_own
-            self._draft_params = self._params.first(drafting.what.model.num_layers)
+        self._draft_params: DraftParams | None = None
+        if drafting is not None:
+            self._draft_params = fill_draft_params(drafting.params, draft_params, self._params)
+        self._make_hidden = functools.partial(make_hidden, maker.programs.draft_model, config)
+        self._hidden = self._make_hidden()
         self._make_state = functools.partial(
             make_state, model, config, num_blocks, maker.programs.draft_model
         )
@@ -206,9 +212,10 @@ class ModelRunner:
         release_free_memory()
         state = self._state
         weights, kv_cache = tree_bytes(self._params), tree_bytes(state.kv_cache)
-        if self._draft is not None and self._draft.what.is_own:
-            weights += tree_bytes(self._draft_params)
-        row_state = tree_bytes((state.sampling, state.last_token_ids_R))
+        if self._draft_params is not None:
+            own = self._draft is not None and self._draft.what.is_own
+            weights += tree_bytes(self._draft_params if own else self._draft_params.exit)
+        row_state = tree_bytes((state.sampling, state.last_token_ids_R, self._hidden))
         machine = machine_memory()
         missing = self.buckets.progress.total - self.buckets.progress.ready
         process = machine.used - weights - kv_cache - row_state
@@ -240,6 +247,7 @@ class ModelRunner:
             # A step in parts asks for them once its layers have been launched.
             allowed = masks if isinstance(step, functools.partial) else masks()
             self._state, output = step(self._params, self._state, packed, allowed)
+            self._observe(batch.bucket, packed, output)
         # Not when they are asked for: by then the next step may be in the way.
         for array in jax.tree.leaves(_wanted(output, batch.flags)):
             array.copy_to_host_async()
@@ -280,6 +288,7 @@ class ModelRunner:
                 drafting.cache_of(state),
                 state.sampling,
                 state.last_token_ids_R,
+                self._hidden,
                 jax.device_put(batch.packed),
                 lengths_S,
                 jax.device_put(np.zeros((drafting.what.max_tokens, seqs), np.int32)),
@@ -310,8 +319,8 @@ class ModelRunner:
         """
         if self._swap is not None:
             self._swap.reset()
-        _delete(self._state)  # first, because there may be no room for two
-        self._state = jax.block_until_ready(self._make_state())
+        _delete((self._state, self._hidden))  # first, because there may be no room for two
+        self._state, self._hidden = jax.block_until_ready((self._make_state(), self._make_hidden()))
 
     def close(self) -> None:
         """Free all device memory."""
@@ -319,7 +328,7 @@ class ModelRunner:
         self._maker.stop()
         self._executables.close()
         self._maker.close()
-        _delete((self._params, self._draft_params, self._state, self._all_allowed))
+        _delete((self._params, self._draft_params, self._state, self._hidden, self._all_allowed))
 
     def _on_ready(self, key: ProgramKey) -> None:
         if isinstance(key, Bucket):
@@ -335,6 +344,12 @@ class ModelRunner:
             follow = self._executables[FollowKey(bucket)]
             cache = drafting.cache_of(state)
             self._put_draft_cache(follow(self._draft_params, cache, state.last_token_ids_R, packed))
+
+    def _observe(self, bucket: Bucket, packed: jax.Array, output: StepOutput) -> None:
+        """Keep what an exit needs of the step just launched."""
+        if self._hidden is not None:
+            keep = self._executables[ObserveKey(bucket)]
+            self._hidden = keep(self._hidden, packed, output.hidden_SD, output.sampled.token_ids_S)
 
     def _put_draft_cache(self, cache: kv_cache.KVCache) -> None:
         assert self._draft is not None

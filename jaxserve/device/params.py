@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxserve.device.draft import DraftParams
 from jaxserve.device.products import PANELS
 from jaxserve.device.step_parts import StepParams
 from pallas_kernels.linear import cpu_native
@@ -27,6 +28,26 @@ def fill_params(abstract: StepParams, values: dict[Any, Any]) -> StepParams:
         nnx.replace_by_pure_dict(state, _laid_out(layers.pop(layer), nnx.to_pure_dict(state), turn))
     nnx.replace_by_pure_dict(filled.ends, _laid_out(values, nnx.to_pure_dict(filled.ends), turn))
     return filled
+
+
+def fill_draft_params(
+    abstract: DraftParams, values: dict[Any, Any] | None, target: StepParams
+) -> DraftParams:
+    """The same for what drafts.
+
+    Args:
+      values: a whole draft model's, or an exit's; None: it has nothing of its own. Emptied.
+      target: parameters of the model that it drafts for, whose first layers it is unless it has its own.
+    """
+    first = target.first(len(abstract.layers))
+    if abstract.exit is None:
+        own = first if values is None else fill_params(StepParams(abstract.ends, abstract.layers), values)
+        return DraftParams(own.ends, own.layers)
+    assert values is not None
+    exit_: nnx.State = jax.tree.map(lambda shape: shape, abstract.exit)  # a copy
+    turn = jax.jit(cpu_native.to_panels)
+    nnx.replace_by_pure_dict(exit_, _laid_out(values, nnx.to_pure_dict(exit_), turn))
+    return DraftParams(first.ends, first.layers, exit_)
 
 
 def _laid_out(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,13 +73,22 @@ def choose_products(model: Any, attention: Backend) -> Any:
     A layer's matrices become panels where their rows allow it. The output head stays as it is, since a tied one is the
     embedding as well. Models need not know.
     """
+    return _choose(model, model.layers, attention)
+
+
+def choose_exit_products(exit_: nnx.Module, attention: Backend) -> nnx.Module:
+    """The same for an exit, whose head is its own and may become panels as well."""
+    return _choose(exit_, [exit_], attention)
+
+
+def _choose(module: Any, parts: Iterable[nnx.Module], attention: Backend) -> Any:
     if attention.name == "cpu-native":
         for kind, in_panels in ((Linear, PanelLinear), (Int8Linear, Int8PanelLinear)):
-            replace_linears(model, kind, partial(_turned, in_panels))
-        for _, module in nnx.iter_modules(model):
-            if hasattr(module, "project"):
-                module.project = cpu_native.project
-    return model
+            replace_linears(parts, kind, partial(_turned, in_panels))
+        for _, each in nnx.iter_modules(module):
+            if hasattr(each, "project"):
+                each.project = cpu_native.project
+    return module
 
 
 def _turned(in_panels: Callable[[Any], Any], linear: Any) -> Any:

@@ -14,19 +14,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxserve.batch.bucket import Bucket
 from jaxserve.batch.layout import packed_size
 from jaxserve.batch.masks import mask_words
 from jaxserve.config import ModelConfig, ResolvedConfig
 from jaxserve.device import kv_cache
-from jaxserve.device.draft import DraftParts, Moving, draft_parts, draft_step, follow_step
+from jaxserve.device.draft import (
+    DraftParams,
+    DraftParts,
+    Moving,
+    draft_parts,
+    draft_step,
+    follow_step,
+    observe_step,
+)
 from jaxserve.device.draft_model import DraftModel
 from jaxserve.device.forward_batch import ForwardBatch, SamplingRows
-from jaxserve.device.products import choose_products
+from jaxserve.device.products import choose_exit_products, choose_products
 from jaxserve.device.sampling import ROW_CHUNK, Logprobs, init_state, load_row
 from jaxserve.device.step import DeviceState, Sampled, StepOutput, num_scored, serve_whole_step, step_parts
 from jaxserve.device.step_parts import StepModel, StepParams, StepParts, split_model
+from jaxserve.models.exit import Exit
 from pallas_kernels.paged_attention import Backend, ragged_paged_attention
 
 COPY_BLOCKS = "copy_blocks"
@@ -42,15 +52,17 @@ class DraftPrograms:
     Attributes:
       what: see `DraftModel`.
       parts: a bucket's, as functions.
-      model, params: as those of `Programs`; of a draft without weights of its own, the target's first ones.
+      model, params: as those of `Programs`; of a draft without layers of its own, the target's first ones.
       first_layer: where its layers begin in the KV cache.
+      hidden: see `draft.observe_step`; None without an exit.
     """
 
     what: DraftModel
     parts: Callable[[Bucket], DraftParts]
     model: StepModel
-    params: StepParams
+    params: DraftParams
     first_layer: int
+    hidden: jax.ShapeDtypeStruct | None
 
     def cache_of(self, state: DeviceState) -> kv_cache.KVCache:
         """Its part of the KV cache."""
@@ -145,7 +157,12 @@ def describe_programs(
         num_layers = draft.model.num_layers
         own = cut_of(draft.model) if draft.is_own else (cut.first(num_layers), params.first(num_layers))
         drafting = _describe_draft(
-            draft, *own, model.num_layers if draft.is_own else 0, rows_at_once, config.block_size
+            draft,
+            *own,
+            first_layer=model.num_layers if draft.is_own else 0,
+            rows_at_once=rows_at_once,
+            config=config,
+            sharding=sharding,
         )
     swaps = config.host_memory > 0
     return Programs(parts, on_cpu, cut, params, state, keep_logits, swaps, drafting, identity)
@@ -155,13 +172,32 @@ def _describe_draft(
     draft: DraftModel,
     model: StepModel,
     params: StepParams,
+    *,
     first_layer: int,
     rows_at_once: int,
-    block_size: int,
+    config: ResolvedConfig,
+    sharding: jax.sharding.Sharding,
 ) -> DraftPrograms:
     attend = _attend(scale=draft.model.head_dim**-0.5, backend=draft.attention)
-    parts = lambda bucket: draft_parts(model, bucket, attend, rows_at_once, block_size)  # noqa: E731
-    return DraftPrograms(draft, parts, model, params, first_layer)
+    exit_ = exit_state = hidden = None
+    if (shape := draft.exit) is not None:
+        dtype = jnp.dtype(config.dtype)
+        build = lambda: choose_exit_products(Exit(shape, dtype=dtype, rngs=nnx.Rngs(0)), draft.attention)  # noqa: E731
+        exit_, exit_state = nnx.split(nnx.eval_shape(build))
+        exit_state = _placed(exit_state, sharding)
+        hidden = _placed(jax.eval_shape(lambda: make_hidden(draft, config)), sharding)
+    parts = lambda bucket: draft_parts(  # noqa: E731
+        model, bucket, attend, rows_at_once, config.block_size, exit_
+    )
+    params = DraftParams(params.ends, params.layers, exit_state)
+    return DraftPrograms(draft, parts, model, params, first_layer, hidden)
+
+
+def make_hidden(draft: DraftModel | None, config: ResolvedConfig) -> jax.Array | None:
+    """What `observe_step` keeps, before any step: [R, D]; None where nobody needs it."""
+    if draft is None or draft.exit is None:
+        return None
+    return jnp.zeros((config.max_num_seqs + 1, draft.exit.hidden_size), jnp.dtype(config.dtype))
 
 
 def _attend(*, scale: float, backend: Backend) -> Callable[..., jax.Array]:
@@ -339,19 +375,21 @@ def parts_of_draft(programs: Programs, bucket: Bucket) -> dict[str, Definition]:
     forward, begun = _draft_forward(programs, bucket)
     leaf, shared_like = 0, (0,) * draft.model.num_shared_arrays
 
+    first = (draft.params.ends, draft.params.exit, state.sampling)
+
     def arguments() -> tuple[Any, ...]:
         batch, x_TD, _ = begun()
-        return draft.params.ends, state.sampling, x_TD, batch, *_draft_arguments(draft, bucket), _ints()
+        return *first, x_TD, batch, draft.hidden, *_draft_arguments(draft, bucket), _ints()
 
-    like = (draft.params.ends, state.sampling, leaf, ForwardBatch.structure(), leaf, leaf, leaf)
+    like = (*first, leaf, ForwardBatch.structure(), draft.hidden, leaf, leaf, leaf)
     return {
         **forward,
         "next": _define(
             f"{bucket}.draft.next",
             draft.parts(bucket).next,
-            (2, 5),
+            (3, 7),
             like,
-            result=(leaf, Moving.structure(), leaf, shared_like),
+            result=(leaf, Moving.structure(), leaf, shared_like, draft.hidden),
             arguments=arguments,
         ),
     }
@@ -370,9 +408,25 @@ def whole_draft(programs: Programs, bucket: Bucket) -> Definition:
     cache_ = draft.cache_of(state)
     packed = _ints(packed_size(bucket))
     last = _draft_arguments(draft, bucket)
-    arguments = (draft.params, cache_, state.sampling, state.last_token_ids_R, packed, *last)
+    arguments = (
+        draft.params,
+        cache_,
+        state.sampling,
+        state.last_token_ids_R,
+        draft.hidden,
+        packed,
+        *last,
+    )
     function = partial(draft_step, draft.parts(bucket))
-    return _define(f"{bucket}.draft", function, (1, 6), arguments, result=(cache_, 0))
+    return _define(f"{bucket}.draft", function, (1, 7), arguments, result=(cache_, 0))
+
+
+def observe(programs: Programs, bucket: Bucket) -> Definition:
+    hidden = _drafting(programs).hidden
+    assert hidden is not None
+    new = jax.ShapeDtypeStruct((bucket.seqs, hidden.shape[1]), hidden.dtype, sharding=hidden.sharding)
+    arguments = (hidden, _ints(packed_size(bucket)), new, _ints(bucket.seqs))
+    return _define(f"{bucket}.observe", partial(observe_step, bucket), (0,), arguments, result=hidden)
 
 
 def _draft_forward(programs: Programs, bucket: Bucket) -> tuple[dict[str, Definition], Callable[[], Any]]:

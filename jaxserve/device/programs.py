@@ -25,6 +25,7 @@ from jaxserve.device.program_definitions import (
     SCATTER_BLOCKS,
     Definition,
     Programs,
+    observe,
     parts_of_draft,
     parts_of_follow,
     parts_of_step,
@@ -54,7 +55,14 @@ class FollowKey:
     bucket: Bucket
 
 
-ProgramKey = Bucket | DraftKey | FollowKey | str
+@dataclass(frozen=True, slots=True)
+class ObserveKey:
+    """What an exit keeps of a step."""
+
+    bucket: Bucket
+
+
+ProgramKey = Bucket | DraftKey | FollowKey | ObserveKey | str
 
 
 def essential_keys(
@@ -88,10 +96,13 @@ def program_keys(buckets: ShapeBuckets, *, swaps: bool, draft: DraftModel | None
 
 def _step_keys(buckets: Sequence[Bucket], draft: DraftModel | None) -> list[ProgramKey]:
     """A shape is ready once the last of its keys is."""
-    follows = draft is not None and draft.is_own
     keys: list[ProgramKey] = []
     for bucket in buckets:
-        keys += [FollowKey(bucket), bucket] if follows else [bucket]
+        if draft is not None and draft.is_own:
+            keys.append(FollowKey(bucket))
+        if draft is not None and draft.exit is not None:
+            keys.append(ObserveKey(bucket))
+        keys.append(bucket)
     return keys
 
 
@@ -108,6 +119,8 @@ def definitions_for(programs: Programs, key: ProgramKey) -> dict[str, Definition
     """What the program of a key is made of, by part; a single one where it is not cut into parts."""
     if isinstance(key, str):
         return {key: state_program(programs, key)}
+    if isinstance(key, ObserveKey):
+        return {"observe": observe(programs, key.bucket)}
     if isinstance(key, Bucket):
         parts, whole, bucket = parts_of_step, whole_step, key
     elif isinstance(key, FollowKey):
@@ -150,7 +163,7 @@ class ProgramMaker:
         parts; those of drafts are functions of `device.draft` with their first one given.
         """
         programs = self.programs
-        if isinstance(key, str) or not programs.by_layer:
+        if isinstance(key, str | ObserveKey) or not programs.by_layer:
             [only] = definitions_for(programs, key).values()
             return self._make(only)
         if isinstance(key, Bucket):

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from jaxserve.batch.flags import BatchFlag, RowFlag
 from jaxserve.device.forward_batch import SamplingRows
@@ -113,6 +114,7 @@ def sample(
     allowed_SW: jax.Array | None = None,
     *,
     rows_at_once: int,
+    token_ids_V: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token a row.
 
@@ -121,6 +123,8 @@ def sample(
       allowed_SW: masks as `batch.masks` packs them; read with BatchFlag.MASK, by rows with RowFlag.MASK. None: masks
         are left aside, for guesses that need not keep to them.
       rows_at_once: rows the random path works on together: 1 keeps a row in a CPU's cache, all of them suit a GPU.
+      token_ids_V: int32, ascending, the tokens that the logits are of, where these are not of the whole vocabulary; no
+        others are drawn, and each has the noise that it has among all. Without masks only.
 
     Returns:
       token_ids_S (int32), finite_S (bool: the row's logits hold no NaN or infinity).
@@ -128,7 +132,7 @@ def sample(
     finite_S = jnp.isfinite(logits_SV).all(-1)
     processed_SV = lax.cond(
         (batch_flags & BatchFlag.PROCESS_LOGITS) != 0,
-        lambda: _process(logits_SV, rows, state),
+        lambda: _process(logits_SV, rows, state, token_ids_V),
         lambda: logits_SV,
     )
     if allowed_SW is not None:
@@ -140,10 +144,10 @@ def sample(
     greedy_S = argmax(processed_SV)
     token_S = lax.cond(
         (batch_flags & BatchFlag.RANDOM) != 0,
-        lambda: _draw_rows(processed_SV, greedy_S, rows, rows_at_once),
+        lambda: _draw_rows(processed_SV, greedy_S, rows, rows_at_once, token_ids_V),
         lambda: greedy_S,
     )
-    return token_S, finite_S
+    return token_S if token_ids_V is None else token_ids_V[token_S], finite_S
 
 
 def count_tokens(
@@ -194,10 +198,14 @@ def no_logprobs(num_positions: int, vocab_size: int) -> Logprobs:
     )
 
 
-def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> jax.Array:
+def _process(
+    logits_SV: jax.Array, rows: SamplingRows, state: SamplingState, token_ids_V: jax.Array | None = None
+) -> jax.Array:
     """Penalties, bias and banned stops, for the rows that ask for each."""
+    of_logits = lambda x: x if token_ids_V is None else x[:, token_ids_V]  # noqa: E731
     info_SV = state.token_info_RV[rows.state_rows_S]
-    count_SV = _count_drafts(info_SV & _COUNT_MASK, rows)
+    count_SV = of_logits(_count_drafts(info_SV & _COUNT_MASK, rows))
+    info_SV = of_logits(info_SV)
     in_output_SV = count_SV > 0
     in_either_SV = in_output_SV | ((info_SV & _PROMPT_BIT) != 0)
 
@@ -208,7 +216,8 @@ def _process(logits_SV: jax.Array, rows: SamplingRows, state: SamplingState) -> 
     penalised -= rows.frequency_penalty_S[:, None] * count_SV.astype(jnp.float32)
     penalised -= rows.presence_penalty_S[:, None] * in_output_SV
     out = jnp.where(wants(RowFlag.PENALTIES), penalised, logits_SV)
-    out = jnp.where(wants(RowFlag.LOGIT_BIAS), out + state.logit_bias_RV[rows.state_rows_S], out)
+    bias_SV = of_logits(state.logit_bias_RV[rows.state_rows_S])
+    out = jnp.where(wants(RowFlag.LOGIT_BIAS), out + bias_SV, out)
     banned = wants(RowFlag.BAN_STOPS) & ((info_SV & _STOP_BIT) != 0)
     return jnp.where(banned, _EXCLUDED, out)
 
@@ -243,12 +252,19 @@ def _count_drafts(count_SV: jax.Array, rows: SamplingRows) -> jax.Array:
     return lax.fori_loop(0, rows.draft_indices_S.max(), add, count_SV)
 
 
-def _draw_rows(logits_SV: jax.Array, greedy_S: jax.Array, rows: SamplingRows, rows_at_once: int) -> jax.Array:
-    """Rows with RowFlag.RANDOM drawn, the others as `greedy_S`."""
+def _draw_rows(
+    logits_SV: jax.Array,
+    greedy_S: jax.Array,
+    rows: SamplingRows,
+    rows_at_once: int,
+    token_ids_V: jax.Array | None,
+) -> jax.Array:
+    """Rows with RowFlag.RANDOM drawn, the others as `greedy_S`; indices of logits."""
 
     def one(row: tuple[jax.Array, ...]) -> jax.Array:
         logits_V, greedy, flags, *parameters = row
-        return lax.cond((flags & RowFlag.RANDOM) != 0, partial(_draw, logits_V, *parameters), lambda: greedy)
+        draw = partial(_draw, logits_V, *parameters, token_ids_V=token_ids_V)
+        return lax.cond((flags & RowFlag.RANDOM) != 0, draw, lambda: greedy)
 
     arguments = (
         logits_SV,
@@ -273,11 +289,17 @@ def _draw(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
+    *,
+    token_ids_V: jax.Array | None,
 ) -> jax.Array:
     # Subtracting the peak first keeps tiny temperatures finite: the best token stays at exactly 0.
     scaled_V = jnp.maximum((logits_V - logits_V.max()) / temperature, _EXCLUDED)
     kept_V = filter_logits(scaled_V, top_k, top_p, min_p)
-    return argmax((kept_V + gumbel_noise(seed_2, position, logits_V.shape[0]))[None])[0]
+    if token_ids_V is None:
+        noise_V = gumbel_noise(seed_2, position, logits_V.shape[0])
+    else:
+        noise_V = gumbel_noise_of(seed_2, position, token_ids_V)
+    return argmax((kept_V + noise_V)[None])[0]
 
 
 def filter_logits(scaled_V: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
@@ -317,8 +339,18 @@ def gumbel_noise(seed_2: jax.Array, position: jax.Array, vocab_size: int) -> jax
     Args:
       seed_2: uint32 (high, low) words of the request's seed.
     """
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
-    return gumbel_from_bits(jax.random.bits(key, (vocab_size,), jnp.uint32))
+    return gumbel_from_bits(jax.random.bits(_noise_key(seed_2, position), (vocab_size,), jnp.uint32))
+
+
+def gumbel_noise_of(seed_2: jax.Array, position: jax.Array, token_ids_V: jax.Array) -> jax.Array:
+    """What `gumbel_noise` has for these tokens, at the cost of these alone: JAX makes its bits i by hashing i."""
+    counts = jnp.concatenate([jnp.zeros_like(token_ids_V), token_ids_V]).astype(jnp.uint32)
+    high_V, low_V = jnp.split(threefry_2x32(jax.random.key_data(_noise_key(seed_2, position)), counts), 2)
+    return gumbel_from_bits(high_V ^ low_V)
+
+
+def _noise_key(seed_2: jax.Array, position: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), position)
 
 
 def gumbel_from_bits(bits_V: jax.Array) -> jax.Array:

@@ -198,15 +198,27 @@ def sample_step(
             lambda: score(logits_SV, token_S),
             lambda: no_logprobs(*logits_SV.shape),
         )
-    # Rows that do not sample write as well: nobody reads a slot's token before the slot has sampled one.
-    spare = last_token_ids_R.shape[0] - 1
-    state_rows_S = jnp.where(last_accepted_rows(accepted_S, rows), rows.state_rows_S, spare)
-    last_token_ids_R = last_token_ids_R.at[state_rows_S].set(token_S, mode="promise_in_bounds")
+    last_token_ids_R = keep_last(last_token_ids_R, token_S, accepted_S, rows)
     return (
         sampling,
         last_token_ids_R,
         Sampled(token_S, finite_S, logprobs, logits_SV if keep_logits else None),
     )
+
+
+def keep_last(by_slot_R: jax.Array, new_S: jax.Array, accepted_S: jax.Array, rows: SamplingRows) -> jax.Array:
+    """`by_slot_R` with what is new of each request's last accepted row.
+
+    Rows that do not sample write as well: nobody reads a slot's before the slot has sampled.
+
+    Args:
+      by_slot_R: [R, ...], the last one spare.
+      new_S: [S, ...].
+      accepted_S: see `accepted_rows`.
+    """
+    spare = by_slot_R.shape[0] - 1
+    state_rows_S = jnp.where(last_accepted_rows(accepted_S, rows), rows.state_rows_S, spare)
+    return by_slot_R.at[state_rows_S].set(new_S, mode="promise_in_bounds")
 
 
 def score_step(

@@ -6,7 +6,7 @@ never transposes. Norms compute in float32 whatever the weights' dtype is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -91,11 +91,11 @@ def apply_each(maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(each(x_TI) for each in maps)
 
 
-def replace_linears(model: Any, kind: type, replacement: Callable[[Any], Any]) -> None:
-    """Put what `replacement` makes of it in the place of each linear map of that kind in a model's layers; for abstract
-    models."""
-    for layer in model.layers:
-        for _, module in list(nnx.iter_modules(layer)):
+def replace_linears(parts: Iterable[nnx.Module], kind: type, replacement: Callable[[Any], Any]) -> None:
+    """Put what `replacement` makes of it in the place of each linear map of that kind inside of `parts`; for abstract
+    modules."""
+    for part in parts:
+        for _, module in list(nnx.iter_modules(part)):
             for name, child in list(vars(module).items()):
                 if isinstance(child, kind):
                     setattr(module, name, replacement(child))
@@ -137,7 +137,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """``down(act(gate(x)) * up(x))``: SwiGLU with silu (arXiv 2002.05202). [T, D] -> [T, D]."""
+    """``down(act(gate(x)) * up(x))``: SwiGLU with silu (arXiv 2002.05202). [T, D] -> [T, D], or [T, out]."""
 
     def __init__(
         self,
@@ -148,10 +148,11 @@ class GatedMLP(nnx.Module):
         use_bias: bool,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        out: int | None = None,
     ):
         self.gate_proj = Linear(features, inner_features, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(features, inner_features, use_bias=use_bias, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(inner_features, features, use_bias=use_bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(inner_features, out or features, use_bias=use_bias, dtype=dtype, rngs=rngs)
         self.activation = activation(hidden_act)
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:

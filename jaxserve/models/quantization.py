@@ -68,7 +68,7 @@ def quantise_modules(model: Any, quantization: Quantization | None) -> Any:
         return Int8Linear(in_features, out_features, bias=linear.bias if linear.use_bias else None)
 
     if quantization is not None:
-        replace_linears(model, Linear, quantised)
+        replace_linears(model.layers, Linear, quantised)
     return model
 
 

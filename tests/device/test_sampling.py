@@ -15,6 +15,8 @@ from jaxserve.device.sampling import (
     SamplingState,
     argmax,
     filter_logits,
+    gumbel_noise,
+    gumbel_noise_of,
     init_state,
     logprobs_of,
     no_logprobs,
@@ -400,3 +402,13 @@ def test_no_logprobs_has_the_same_shapes() -> None:
         assert jax.tree.map(
             lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), real, none
         ) == jax.tree.map(lambda _: True, real)
+
+
+def test_noise_of_some_tokens_is_what_they_have_among_all() -> None:
+    seed, ids = jnp.array([3, 99], jnp.uint32), jnp.array([0, 5, 17, 1000, 49151])
+    for position in (0, 1, 2**20):
+        of_all = gumbel_noise(seed, jnp.int32(position), 49152)
+        some = gumbel_noise_of(seed, jnp.int32(position), ids)
+        assert np.allclose(
+            some, of_all[ids], rtol=1e-5, atol=1e-6
+        )  # logarithms of few numbers round otherwise

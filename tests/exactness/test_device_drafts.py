@@ -37,6 +37,7 @@ from tests.engine_harness import (
     serve,
 )
 from tests.exactness.test_step_failures import FlakyRunner
+from tests.exits import exit_shape, random_exit
 from tests.text_models import smollm2
 
 MOST = 4
@@ -76,6 +77,24 @@ def own_layers(compile_cache_dir: Path) -> Iterator[ServedModel]:
     options = dataclasses.replace(TINY_OPTIONS, deterministic=True)
     draft = first_layers(TINY_MODEL, 1, attention(deterministic=True), MOST)
     model = serve(options, TINY_MODEL, weights(), smollm2(), compile_cache_dir, buckets=BUCKETS, draft=draft)
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def with_exit(compile_cache_dir: Path) -> Iterator[ServedModel]:
+    """Drafts with its first layer and an exit of random weights, which knows a twelfth of the tokens."""
+    shape = exit_shape(TINY_MODEL, num_tokens=4096)
+    model = serve(
+        TINY_OPTIONS,
+        TINY_MODEL,
+        weights(),
+        smollm2(),
+        compile_cache_dir,
+        buckets=BUCKETS,
+        draft=first_layers(TINY_MODEL, 1, attention(), MOST, shape),
+        draft_params=random_exit(shape, TINY_MODEL.vocab_size),
+    )
     yield model
     model.close()
 
@@ -148,7 +167,9 @@ def test_a_draft_models_cache_stays_in_step(
     assert_all_accepted(engine)
 
 
-@pytest.mark.parametrize(("which", "overlap"), [("twin", False), ("own_layers", True)])
+@pytest.mark.parametrize(
+    ("which", "overlap"), [("twin", False), ("own_layers", True), ("with_exit", False), ("with_exit", True)]
+)
 def test_every_kind_of_request(which: str, overlap: bool, request: pytest.FixtureRequest) -> None:
     """Penalties, stops, min_tokens, logprobs, with a pool that must preempt."""
     model: ServedModel = request.getfixturevalue(which)
@@ -160,7 +181,7 @@ def test_every_kind_of_request(which: str, overlap: bool, request: pytest.Fixtur
     assert_as_solo(model, requests, outcomes)
     counts = engine.stats.speculation
     assert counts.draft_tokens > 100
-    # A model of random weights and its first layer never agree.
+    # A model of random weights and its first layer never agree, nor do they with an exit of random weights.
     assert counts.accepted_tokens >= (0.7 * counts.draft_tokens if which == "twin" else 0)
 
 
