@@ -18,6 +18,7 @@ _HOST_MEMORY = 4 * 2**30  # where there is an accelerator
 NGRAM = "ngram"
 _SELF = "self:"
 _EXIT = "exit:"
+EXIT_ARCHITECTURE = "SelfDraftExit"  # of a store that holds an exit and no model
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from jaxserve.checkpoint.orbax_store import StoreWeights, is_store, read_manifest, write_store
 from jaxserve.checkpoint.tokenizer_parts import TokenizerParts
 from jaxserve.checkpoint.weights import as_tree, check_finite
-from jaxserve.config import ModelConfig
+from jaxserve.config import EXIT_ARCHITECTURE, ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.models.exit import ARCHITECTURE, TOKEN_IDS, ExitShape, exit_bytes, exit_specs
+from jaxserve.models.exit import TOKEN_IDS, ExitShape, exit_bytes, exit_specs
 
 if TYPE_CHECKING:
     import jax
@@ -71,7 +71,7 @@ def open_exit(path: Path, model: ModelConfig, tokenizer: TokenizerParts) -> Exit
         raise CheckpointError(f"{path}: holds no exit; scripts/train_draft makes exits")
     manifest = read_manifest(path)
     config = manifest.config
-    if config.get("architectures") != [ARCHITECTURE]:
+    if config.get("architectures") != [EXIT_ARCHITECTURE]:
         raise CheckpointError(f"{path}: is the model {manifest.name}, and no exit of one")
     try:
         shape, num_layers, target = ExitShape(**config["shape"]), int(config["num_layers"]), config["target"]
@@ -116,7 +116,7 @@ def write_exit(
     Raises:
       CheckpointError: the place can't be written, or holds something else.
     """
-    if is_store(path) and read_manifest(path).config.get("architectures") != [ARCHITECTURE]:
+    if is_store(path) and read_manifest(path).config.get("architectures") != [EXIT_ARCHITECTURE]:
         raise CheckpointError(f"{path}: holds a model; choose another destination")
     arrays: dict[Any, jax.Array] = {}
     for spec in exit_specs(shape):
@@ -131,7 +131,7 @@ def write_exit(
         arrays=arrays,
         tokenizer=None,
         config={
-            "architectures": [ARCHITECTURE],
+            "architectures": [EXIT_ARCHITECTURE],
             "num_layers": num_layers,
             "shape": asdict(shape),
             "target": target,

@@ -23,9 +23,8 @@ from jaxserve.checkpoint.orbax_store import (
 from jaxserve.checkpoint.tokenizer_files import load_tokenizer_files
 from jaxserve.checkpoint.tokenizer_parts import TokenizerParts, check_ids_fit
 from jaxserve.checkpoint.weights import WeightReader, as_tree, check_finite, main_dtype, quantise
-from jaxserve.config import GenerationDefaults, ModelConfig, Quantization
+from jaxserve.config import EXIT_ARCHITECTURE, GenerationDefaults, ModelConfig, Quantization
 from jaxserve.errors import CheckpointError
-from jaxserve.models.exit import ARCHITECTURE as EXIT_ARCHITECTURE
 from jaxserve.models.registry import WeightSpec, get_family
 
 if TYPE_CHECKING:

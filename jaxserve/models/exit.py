@@ -20,7 +20,6 @@ from jaxserve.models.layers import GatedMLP, Linear, RMSNorm
 from jaxserve.models.registry import WeightSpec
 
 TOKEN_IDS = ("token_ids",)  # the one leaf that is no float
-ARCHITECTURE = "SelfDraftExit"  # in the configuration of a store
 
 
 @dataclass(frozen=True, slots=True)
