@@ -23,7 +23,7 @@ from jaxserve.scheduler.step_time import StepTimeModel
 _STEP_SECONDS = 0.02  # by the clock that the scheduler is told
 _NUM_CLIENTS = 16
 _PROMPT_TOKENS, _OUTPUT_TOKENS = (16, 512), (32, 256)
-_BLOCK_SIZE = 32
+_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
