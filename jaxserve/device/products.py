@@ -21,7 +21,7 @@ PANELS = "kernel_panels"
 class PanelLinear(nnx.Module):
     """`Linear` with its matrix as `cpu_native.to_panels` turns it. [..., in] -> [..., out]."""
 
-    def __init__(self, linear: Linear):
+    def __init__(self, linear: Linear | Int8Linear):
         self.kernel_panels = nnx.Param(cpu_native.to_panels(linear.kernel[...]))
         self.use_bias = linear.use_bias
         if linear.use_bias:
@@ -31,40 +31,30 @@ class PanelLinear(nnx.Module):
         [y_TO] = self.apply_all([self], x_TI)
         return y_TO
 
-    @staticmethod
-    def apply_all(maps: Sequence[PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
+    @classmethod
+    def apply_all(cls, maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
         """See `layers.apply_each`."""
-        products = cpu_native.project_panels(x_TI, [each.kernel_panels[...] for each in maps])
-        return _with_biases(maps, products)
+        return tuple(
+            y_TO + each.bias[...] if each.use_bias else y_TO
+            for each, y_TO in zip(maps, cls._products(maps, x_TI), strict=True)
+        )
+
+    @staticmethod
+    def _products(maps: Sequence[PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
+        return cpu_native.project_panels(x_TI, [each.kernel_panels[...] for each in maps])
 
 
-class Int8PanelLinear(nnx.Module):
-    """`Int8Linear` with its matrix as `cpu_native.to_panels` turns it. [..., in] -> [..., out]."""
+class Int8PanelLinear(PanelLinear):
+    """The same of an `Int8Linear`."""
 
     def __init__(self, linear: Int8Linear):
-        self.kernel_panels = nnx.Param(cpu_native.to_panels(linear.kernel[...]))
+        super().__init__(linear)
         self.kernel_scale = linear.kernel_scale
-        self.use_bias = linear.use_bias
-        if linear.use_bias:
-            self.bias = linear.bias
-
-    def __call__(self, x_TI: jax.Array) -> jax.Array:
-        [y_TO] = self.apply_all([self], x_TI)
-        return y_TO
 
     @staticmethod
-    def apply_all(maps: Sequence[Int8PanelLinear], x_TI: jax.Array) -> tuple[jax.Array, ...]:
-        """See `layers.apply_each`."""
+    def _products(maps: Sequence[Any], x_TI: jax.Array) -> tuple[jax.Array, ...]:
         matrices = [(each.kernel_panels[...], each.kernel_scale[...]) for each in maps]
-        return _with_biases(maps, cpu_native.project_int8_panels(x_TI, matrices))
-
-
-def _with_biases(
-    maps: Sequence[PanelLinear | Int8PanelLinear], products: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    return tuple(
-        y_TO + each.bias[...] if each.use_bias else y_TO for each, y_TO in zip(maps, products, strict=True)
-    )
+        return cpu_native.project_int8_panels(x_TI, matrices)
 
 
 def choose_products(model: Any, attention: Backend) -> Any:

@@ -128,15 +128,7 @@ class PreparedRequest:
 def prepare_generation(
     endpoint: Endpoint, data: bytes, context: ServingContext, caller: Caller = Caller()
 ) -> PreparedRequest:
-    """Decode a JSON body that asks for text, check it, tokenise its prompts.
-
-    Args:
-      caller: what is known of the request besides its body.
-
-    Raises:
-      InvalidRequestError: the body can't be honoured as asked.
-      ApiError: it names a model that is not served.
-    """
+    """What asks for text; see `preparation.prepare`."""
     if endpoint == "/v1/completions":
         return _prepare_completion(decode_completion(data), context, caller)
     if endpoint == "/v1/chat/completions":
