@@ -37,6 +37,7 @@ class Entry:
       waiting_since: when it was added or preempted last, seconds.
       waited: seconds that it waited before that.
       is_new: not yet in a plan since then.
+      has_grammar: what it may output next depends on every token before.
       room: tokens that its block table holds, while it runs.
       has_new_blocks: its table has blocks that no plan has named.
       num_scored_tokens: prompt tokens whose logprobs were delivered (position 0 counts with position 1).
@@ -47,6 +48,7 @@ class Entry:
     key: Key
     cost: float
     waiting_since: float
+    has_grammar: bool
     waited: float = 0.0
     is_new: bool = False
     room: int = 0
@@ -219,7 +221,9 @@ class BaseScheduler:
             for request in requests:
                 cost = float(tokens_to_compute(request) + self._lengths.expected(request))
                 order = self._policy.order(request, cost)
-                entries.append(Entry(request, order, (*order, self._num_added), cost, request.arrival_time))
+                key = (*order, self._num_added)
+                has_grammar = request.params.grammar is not None
+                entries.append(Entry(request, order, key, cost, request.arrival_time, has_grammar))
                 self._num_added += 1
             self._check_target(entries[0], now)
         except OverloadedError:
@@ -316,7 +320,6 @@ class BaseScheduler:
                 )
             count = item.num_scheduled_tokens
             computed = start + count
-            accepted: list[int] = []
             reason = None
             if samples:
                 output = request.output_token_ids
@@ -338,6 +341,8 @@ class BaseScheduler:
                 if drafts:  # of which one less is in the output than tokens came
                     count = max(len(accepted), 1)
                     computed = request.num_planned_tokens = start + count
+            else:
+                accepted = []
             request.num_computed_tokens = computed
             if computed % block_size < count:
                 filled.append(request)
@@ -520,9 +525,10 @@ class BaseScheduler:
         self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
 
     def _rows(self, parts: Iterable[tuple[Entry, int, tuple[int, ...]]]) -> list[ScheduledRequest]:
-        """The rows of a plan that advance each entry by so many tokens, and verify its drafts. The only place where
-        planned tokens advance."""
-        # One loop without a function call in the usual case, as in `update_from_output`.
+        """The rows of a plan that advance each entry by so many tokens, and verify its drafts.
+
+        Planned tokens advance here and in `_decode_rows`, nowhere else.
+        """
         speculates = self._drafts.most > 0
         rows = []
         for entry, num_tokens, drafts in parts:
@@ -536,25 +542,40 @@ class BaseScheduler:
             samples = end == len(request.prompt_token_ids) + len(request.output_token_ids) + pending
             if samples:
                 request.num_pending_tokens = pending + 1
-                if request.params.grammar is not None:
+                if entry.has_grammar:
                     request.awaits_result = True
                 elif speculates:
                     request.awaits_result = self._drafts.limit(request) > 0
             slot = request.slot
             assert slot is not None
+            if drafts:
+                num_tokens += len(drafts)
             rows.append(
                 ScheduledRequest(
-                    request,
-                    start,
-                    num_tokens + len(drafts),
-                    slot,
-                    new_block_ids,
-                    samples,
-                    pending > 0,
-                    is_new,
-                    drafts,
+                    request, start, num_tokens, slot, new_block_ids, samples, pending > 0, is_new, drafts
                 )
             )
+        return rows
+
+    def _decode_rows(self, decoding: Iterable[Entry]) -> list[ScheduledRequest]:
+        """What `_rows` makes of entries that decode, one token each, where nobody speculates.
+
+        That is nearly every row of a busy engine, so this is one loop without a call, as in `update_from_output`.
+        """
+        rows = []
+        for entry in decoding:
+            request = entry.request
+            start, pending, slot = request.num_planned_tokens, request.num_pending_tokens, request.slot
+            assert slot is not None
+            is_new, new_block_ids = entry.is_new, _NO_BLOCKS
+            if entry.has_new_blocks:
+                entry.is_new = entry.has_new_blocks = False
+                new_block_ids = self._kv.take_new_block_ids(request.request_id)
+            request.num_planned_tokens = start + 1
+            request.num_pending_tokens = pending + 1
+            if entry.has_grammar:
+                request.awaits_result = True
+            rows.append(ScheduledRequest(request, start, 1, slot, new_block_ids, True, pending > 0, is_new))
         return rows
 
     # One row of a step's result.

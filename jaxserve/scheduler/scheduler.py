@@ -10,7 +10,6 @@ the rest to prefills as `policy.py` says. Blocks never move once tokens are bein
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -373,10 +372,9 @@ class Scheduler(BaseScheduler):
             drafts = self._draft_planner.choose(
                 [entry.request for entry in decoding], lambda: self._chunks(prefills, limit)
             )
-        drafts_each: Iterable[tuple[int, ...]] = itertools.repeat(())
-        if drafts:
-            drafts_each = [drafts.get(entry.request.request_id, ()) for entry in decoding]
-        decodes = self._rows(zip(decoding, itertools.repeat(1), drafts_each, strict=False))
+            decodes = self._rows((entry, 1, drafts.get(entry.request.request_id, ())) for entry in decoding)
+        else:
+            decodes = self._decode_rows(decoding)
         if not prefills:
             return tuple(decodes)
         num_drafts = sum(map(len, drafts.values()))
