@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.completion import ChoiceOutput as ChoiceOutput
+    from jaxserve.completion import Completion as Completion
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.grammar import Grammar as Grammar
     from jaxserve.grammar import GrammarKind as GrammarKind
     from jaxserve.llm import LLM as LLM
-    from jaxserve.llm import ChoiceOutput as ChoiceOutput
-    from jaxserve.llm import Completion as Completion
     from jaxserve.request import SamplingParams as SamplingParams
     from jaxserve.request import ServiceClass as ServiceClass
     from jaxserve.request import ServiceTargets as ServiceTargets
@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "jaxserve.llm",
-    "Completion": "jaxserve.llm",
-    "ChoiceOutput": "jaxserve.llm",
+    "Completion": "jaxserve.completion",
+    "ChoiceOutput": "jaxserve.completion",
     "SamplingParams": "jaxserve.request",
     "ServiceClass": "jaxserve.request",
     "ServiceTargets": "jaxserve.request",

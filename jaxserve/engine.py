@@ -34,7 +34,7 @@ from jaxserve.scheduler.output import DraftRequest, SchedulerOutput
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.view import view_step
 from jaxserve.speculative.proposer import Proposer
-from jaxserve.stats import BucketStats, EngineStats, ReadyShapes
+from jaxserve.stats import BucketStats, EngineStats, KVCacheSettings, ReadyShapes
 from jaxserve.structured_output.compiler import GrammarCompiler
 from jaxserve.structured_output.token_masks import TokenMasks
 from jaxserve.tokenizer import Tokenizer
@@ -127,7 +127,13 @@ class EngineCore:
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
         # All there will ever be, so that a reader in another thread never sees the dict grow.
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
-        self.stats.cache_config = cache_config_info(config, num_blocks, host or HostSpace())
+        self.stats.kv_cache = KVCacheSettings(
+            config.block_size,
+            config.dtype,
+            config.enable_prefix_caching,
+            num_blocks,
+            host.num_blocks if host else 0,
+        )
         if isinstance(buckets, ReadyBuckets):
             self.stats.shapes = buckets.progress
         else:  # all are
@@ -552,19 +558,6 @@ class EngineCore:
             )
             for index in range(params.n)
         ]
-
-
-def cache_config_info(config: ResolvedConfig, num_blocks: int, host: HostSpace) -> dict[str, str]:
-    """The KV cache's settings by vLLM's names for them."""
-    return {
-        "block_size": str(config.block_size),
-        "cache_dtype": config.dtype,
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-        "num_gpu_blocks": str(num_blocks),
-        "num_cpu_blocks": str(host.num_blocks),
-        "prefix_caching_hash_algo": "sha256",
-        "sliding_window": "None",
-    }
 
 
 def _sequence_id(group_id: str, index: int) -> str:

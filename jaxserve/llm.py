@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 import time
 import uuid
@@ -11,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock, current_thread
 from types import TracebackType
@@ -19,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 import numpy as np
 
+from jaxserve.completion import Completion, PartialCompletion
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, GenerationError, InvalidRequestError, QueueFullError
-from jaxserve.outputs import RequestOutput, TokenLogprobs
+from jaxserve.outputs import RequestOutput
 from jaxserve.progress import BarProgress, NullProgress, Progress
+from jaxserve.prompt import Prompt, PromptTokens, as_prompts, tokenize_prompt
 from jaxserve.request import (
-    FinishReason,
     GenerationRequest,
     Pooling,
     SamplingParams,
@@ -35,8 +34,6 @@ from jaxserve.request import (
 if TYPE_CHECKING:
     from jaxserve.engine import EngineCore
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 
 class ServiceOptions(TypedDict, total=False):
     """How requests are served beside others; see `GenerationRequest` for the meaning and the defaults of each."""
@@ -45,53 +42,6 @@ class ServiceOptions(TypedDict, total=False):
     service_class: ServiceClass
     client: str
     targets: ServiceTargets
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceOutput:
-    """One continuation of a prompt.
-
-    Attributes:
-      index: which of the n.
-      text: without the stop string that ended it, unless `include_stop_str_in_output`.
-      token_ids: every generated token, one that only ended the output (EOS, stop token) included.
-      logprobs: one entry a token, where asked for.
-      finish_reason: "stop", "length", "abort" or "error".
-      stop_reason: the stop string or stop token id that ended it.
-      error: one line, where finish_reason is "error".
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Everything about one prompt.
-
-    Attributes:
-      prompt: its text (that of the filled-in template for a chat); None for a prompt given as token ids.
-      prompt_token_ids: what the model saw.
-      choices: `params.n` of them, in order.
-      num_cached_tokens: prompt tokens that the prefix cache saved.
-      prompt_logprobs: where asked for: one entry a prompt token, the first None.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    choices: list[ChoiceOutput]
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-
-    @property
-    def text(self) -> str:
-        """Of the first choice."""
-        return self.choices[0].text
 
 
 class LLM:
@@ -190,7 +140,7 @@ class LLM:
         """
         self._require_open()
         inputs = []
-        for index, prompt in enumerate(_as_prompts(prompts)):
+        for index, prompt in enumerate(as_prompts(prompts)):
             with _naming(f"prompt {index}"):
                 inputs.append(self._tokenize(prompt))
         return self._complete(inputs, params, "prompt", progress, service)
@@ -228,7 +178,7 @@ class LLM:
                     tools=tools,
                     template_kwargs=template_kwargs,
                 )
-            inputs.append(_Input(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids))
+            inputs.append(PromptTokens(tokenizer.decode(token_ids, skip_special_tokens=False), token_ids))
         return self._complete(inputs, params, "conversation", progress, service)
 
     def stream(
@@ -284,7 +234,7 @@ class LLM:
         self._require_open()
         params = SamplingParams(max_tokens=0, temperature=0.0, pooling=pooling)
         requests = []
-        for index, item in enumerate(_as_prompts(inputs)):
+        for index, item in enumerate(as_prompts(inputs)):
             with _naming(f"input {index}"):
                 request = self._request(self._tokenize(item), params, service, stream=False)
                 self._engine.validate(request)
@@ -303,7 +253,7 @@ class LLM:
 
     def _complete(
         self,
-        inputs: list[_Input],
+        inputs: list[PromptTokens],
         params: SamplingParams | Sequence[SamplingParams] | None,
         noun: str,
         progress: bool | Progress,
@@ -322,7 +272,7 @@ class LLM:
         if not requests:
             return []
         drafts = {
-            request.request_id: _Draft(item, request.params.n)
+            request.request_id: PartialCompletion(item, request.params.n)
             for item, request in zip(inputs, requests, strict=True)
         }
         started = time.perf_counter()
@@ -351,37 +301,11 @@ class LLM:
         finally:
             self._abandon(call)
 
-    def _tokenize(self, prompt: Prompt) -> _Input:
-        if isinstance(prompt, Mapping):
-            keys = set(prompt)
-            if keys not in ({"prompt"}, {"prompt_token_ids"}):
-                raise InvalidRequestError(
-                    f"a prompt object has either 'prompt' or 'prompt_token_ids', got {sorted(map(str, keys))}",
-                    param="prompt",
-                )
-            prompt = next(iter(prompt.values()))
-        if isinstance(prompt, str):
-            tokenizer = self._engine.tokenizer
-            longest = tokenizer.max_chars_for(self._engine.max_request_tokens)
-            if len(prompt) > longest:  # not worth tokenising
-                raise InvalidRequestError(
-                    f"the prompt has {len(prompt)} characters, more than {self._engine.max_request_tokens} "
-                    "tokens can hold",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
-            return _Input(prompt, tokenizer.encode(prompt))
-        if isinstance(prompt, bytes | bytearray) or not hasattr(prompt, "__getitem__"):
-            raise InvalidRequestError(
-                f"a prompt is text or a list of token ids, got {type(prompt).__name__}", param="prompt"
-            )
-        try:
-            return _Input(None, [_token_id(token) for token in prompt])
-        except TypeError:
-            raise InvalidRequestError("a prompt's token ids must be integers", param="prompt") from None
+    def _tokenize(self, prompt: Prompt) -> PromptTokens:
+        return tokenize_prompt(prompt, self._engine.tokenizer, max_tokens=self._engine.max_request_tokens)
 
     def _request(
-        self, item: _Input, params: SamplingParams, service: ServiceOptions, *, stream: bool
+        self, item: PromptTokens, params: SamplingParams, service: ServiceOptions, *, stream: bool
     ) -> GenerationRequest:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"params must be SamplingParams, got {type(params).__name__}")
@@ -493,12 +417,6 @@ class LLM:
             raise EngineDeadError("this LLM is closed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    text: str | None
-    token_ids: list[int]
-
-
 class _Call:
     """One call's requests: not yet submitted, not yet finished, and outputs not yet fetched."""
 
@@ -519,62 +437,6 @@ class _Call:
             self.unfinished[output.request_id] -= 1
             if not self.unfinished[output.request_id]:
                 del self.unfinished[output.request_id]
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A completion that is being put together."""
-
-    item: _Input
-    num_choices: int
-    pieces: dict[int, list[RequestOutput]] = field(default_factory=dict)
-
-    def add(self, output: RequestOutput) -> None:
-        self.pieces.setdefault(output.index, []).append(output)
-
-    def complete(self) -> Completion:
-        everything = [self.pieces[index] for index in range(self.num_choices)]
-        return Completion(
-            prompt=self.item.text,
-            prompt_token_ids=self.item.token_ids,
-            choices=[_choice(pieces) for pieces in everything],
-            num_cached_tokens=everything[0][-1].num_cached_tokens,
-            prompt_logprobs=everything[0][0].prompt_logprobs,
-        )
-
-
-def _choice(pieces: list[RequestOutput]) -> ChoiceOutput:
-    last = pieces[-1]
-    assert last.finish_reason is not None
-    logprobs = None
-    if last.logprobs is not None:
-        logprobs = [entry for piece in pieces for entry in piece.logprobs or []]
-    return ChoiceOutput(
-        index=last.index,
-        text="".join(piece.text for piece in pieces),
-        token_ids=[token for piece in pieces for token in piece.token_ids],
-        logprobs=logprobs,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-    )
-
-
-def _as_prompts(prompts: Any) -> Sequence[Prompt]:
-    """A single prompt as a list of one; a list of integers is a single prompt."""
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
-        return [prompts]
-    return prompts
-
-
-def _is_token_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and not hasattr(value, "__len__")
-
-
-def _token_id(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError("a bool is no token id")
-    return operator.index(value)
 
 
 @contextmanager

@@ -93,6 +93,17 @@ class SpeculationStats:
             self.accepted_by_position[place] -= 1
 
 
+@dataclass(frozen=True, slots=True)
+class KVCacheSettings:
+    """How the KV cache is laid out; `num_host_blocks` are those in host memory."""
+
+    block_size: int = 0
+    dtype: str = ""
+    enable_prefix_caching: bool = False
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters only ever grow; gauges are those of the last step.
@@ -128,7 +139,7 @@ class EngineStats:
       compilations: executables compiled, warm-up included; serving_compilations: those after it (must stay 0).
       finished: requests ended, by finish reason.
       requests: how sequences fared.
-      cache_config: settings of the KV cache by name, for people.
+      kv_cache: its settings.
       shapes: whose programs are ready; refreshed between steps as well.
       by_bucket: (T, S) of every bucket there is -> what came to it.
       memory: bytes by what they are for, as accounted before serving.
@@ -176,7 +187,7 @@ class EngineStats:
     serving_compilations: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     requests: RequestStats = field(default_factory=RequestStats)
-    cache_config: dict[str, str] = field(default_factory=dict)
+    kv_cache: KVCacheSettings = KVCacheSettings()
     shapes: ReadyShapes = field(default_factory=ReadyShapes)
     by_bucket: dict[tuple[int, int], BucketStats] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)

@@ -86,7 +86,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine_setup": ENGINE,
     "engine_factory": ENGINE | {"engine", "engine_setup", "recording"},
     "compile_programs": ENGINE | {"engine_setup"},
-    "llm": ENGINE | {"engine", "engine_factory"},
+    "prompt": {"errors", "tokenizer"},
+    "completion": {"outputs", "prompt", "request"},
+    "llm": ENGINE | {"engine", "engine_factory", "prompt", "completion"},
     "recording": ENGINE | {"engine", "workload"},
     "replay": ENGINE | {"engine", "engine_factory", "workload", "recording", "simulation"},
     "simulation": ENGINE | {"engine", "workload", "recording"},
@@ -112,7 +114,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__init__",
     },
     "__main__": {"cli"},
-    "__init__": {"config", "grammar", "request", "llm"},
+    "__init__": {"config", "grammar", "request", "llm", "completion"},
 }
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from jaxserve.batch.buckets import default_buckets
+from jaxserve.completion import Completion
 from jaxserve.config import GenerationDefaults, ModelConfig
 from jaxserve.engine import EngineCore
 from jaxserve.errors import EngineDeadError, GenerationError, InvalidRequestError
-from jaxserve.llm import LLM, Completion
+from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.fakes import FakeRunner, make_config, make_request, solo_tokens
 from tests.text_models import smollm2
