@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ def best_lengths(
     room: int,
     num_rows: int,
     seconds: Callable[[int], float | None],
+    fits: Callable[[int], bool] = lambda count: True,
 ) -> list[int]:
     """Drafts for each candidate.
 
@@ -36,6 +38,7 @@ def best_lengths(
       room: most drafts in all.
       num_rows: rows that yield a token without any draft.
       seconds: what a step with so many drafts takes; None: unknown, then nothing but what is fixed is granted.
+      fits: whether a step may have so many drafts; asked of what is not fixed.
     """
     lengths = [0] * len(candidates)
     for index, candidate in enumerate(candidates):
@@ -66,7 +69,7 @@ def best_lengths(
     for count, (chance, _) in enumerate(chances, start=1):
         yielded += chance
         taken = seconds(num_fixed + count)
-        if taken and yielded / taken > best_rate:
+        if taken and yielded / taken > best_rate and fits(num_fixed + count):
             best, best_rate = count, yielded / taken
     for _, index in chances[:best]:
         lengths[index] += 1
@@ -79,12 +82,14 @@ def best_rounds(
     num_rows: int,
     seconds: Callable[[int], float | None],
     drafting_seconds: Callable[[int], float | None],
+    most_seconds: float = math.inf,
 ) -> int:
     """Tokens to draft for each candidate where drafting takes time itself; 0: it does not pay, or nothing is known.
 
     Args:
       num_rows, seconds: see `best_lengths`.
       drafting_seconds: what drafting so many tokens for all of them takes.
+      most_seconds: that drafting and the step may take together.
     """
     alone = seconds(0)
     if not alone:
@@ -96,6 +101,8 @@ def best_rounds(
         yielded += sum(candidate.acceptance**rounds for candidate in reached)
         count += len(reached)
         step, drafting = seconds(count), drafting_seconds(rounds)
-        if step and drafting is not None and yielded / (step + drafting) > best_rate:
+        if not step or drafting is None or step + drafting > most_seconds:
+            continue
+        if yielded / (step + drafting) > best_rate:
             best, best_rate = rounds, yielded / (step + drafting)
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -30,9 +31,13 @@ class DraftPlanner:
             self._times.observe(num_rows, num_rounds, seconds)
 
     def worth_drafting(
-        self, wanted: Sequence[DraftRequest], running: Sequence[Request]
+        self, wanted: Sequence[DraftRequest], running: Sequence[Request], *, itl_seconds: float
     ) -> Sequence[DraftRequest]:
-        """As many tokens of each as pay for the time that drafting takes; all for requests that want it always."""
+        """As many tokens of each as pay for the time that drafting takes; all for requests that want it always.
+
+        Args:
+          itl_seconds: see `choose`.
+        """
         times = self._times
         if times is None:
             return wanted
@@ -51,6 +56,7 @@ class DraftPlanner:
             num_rows=len(running),
             seconds=lambda count: seconds(count) if count <= most else None,
             drafting_seconds=lambda count: times.seconds(len(wanted), count),
+            most_seconds=_bound(itl_seconds, seconds(0)),
         )
         if not rounds and (times.seconds(len(wanted), 1) is None or times.is_time_to_probe()):
             rounds = 1
@@ -59,12 +65,18 @@ class DraftPlanner:
         return chosen
 
     def choose(
-        self, decoding: Sequence[Request], chunks: Callable[[], Sequence[tuple[int, int]]]
+        self,
+        decoding: Sequence[Request],
+        chunks: Callable[[], Sequence[tuple[int, int]]],
+        *,
+        itl_seconds: float,
     ) -> dict[str, tuple[int, ...]]:
         """Which of the proposed drafts are verified, by request.
 
         Args:
           chunks: (computed tokens, tokens to compute) of each prompt that is computed beside, were there no drafts.
+          itl_seconds: the smallest target of those that decode. Drafts make no step longer than that; where it is
+            longer without any, only their gain counts.
         """
         proposed: list[tuple[str, tuple[int, ...]]] = []
         candidates = []
@@ -78,16 +90,21 @@ class DraftPlanner:
         if not candidates:
             return {}
         beside = chunks()
-        work = work_of_chunks(beside, beside=_decode_work(decoding))
+        decode_work = _decode_work(decoding)
+        work = work_of_chunks(beside, beside=decode_work)
         room = min(
             self._config.max_rows - len(decoding) - len(beside),
             self._config.max_num_batched_tokens - len(decoding) - min(len(beside), 1),
         )
+        # Without the prompts: these give way to streams afterwards.
+        unstalled = self._step_seconds(decode_work, len(decoding))
+        most_seconds = _bound(itl_seconds, unstalled(0))
         lengths = best_lengths(
             candidates,
             room=max(room, 0),
             num_rows=len(decoding),
             seconds=self._step_seconds(work, len(decoding)),
+            fits=lambda count: (unstalled(count) or 0.0) <= most_seconds,
         )
         return {
             request_id: token_ids[:length]
@@ -113,6 +130,11 @@ class DraftPlanner:
             return predicted and predicted * (work.tokens + count) / (work.tokens + fits)
 
         return seconds
+
+
+def _bound(itl_seconds: float, alone: float | None) -> float:
+    """Most seconds of a step with drafts, where one without takes `alone`; None: that is unknown."""
+    return itl_seconds if alone is not None and alone <= itl_seconds else math.inf
 
 
 def _decode_work(requests: Sequence[Request]) -> StepWork:

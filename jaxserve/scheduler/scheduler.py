@@ -106,7 +106,13 @@ class Scheduler(BaseScheduler):
             if entry.room > known:
                 assert request.slot is not None
                 wanted.append(DraftRequest(request, min(most, entry.room - known), request.slot))
-        return tuple(self._draft_planner.worth_drafting(wanted, [entry.request for entry in self._running]))
+        return tuple(
+            self._draft_planner.worth_drafting(
+                wanted,
+                [entry.request for entry in self._running],
+                itl_seconds=self._smallest_itl_target(self._running),
+            )
+        )
 
     def note_drafting(self, num_rows: int, num_rounds: int, seconds: float) -> None:
         self._draft_planner.note_drafting(num_rows, num_rounds, seconds)
@@ -368,9 +374,11 @@ class Scheduler(BaseScheduler):
     def _divide_budget(self, decoding: list[Entry], prefills: list[Entry]) -> tuple[ScheduledRequest, ...]:
         drafts: dict[str, tuple[int, ...]] = {}
         if self._drafts.most:
-            limit = self._config.max_num_batched_tokens - len(decoding)
+            room = self._config.max_num_batched_tokens - len(decoding)
             drafts = self._draft_planner.choose(
-                [entry.request for entry in decoding], lambda: self._chunks(prefills, limit)
+                [entry.request for entry in decoding],
+                lambda: self._chunks(prefills, room),
+                itl_seconds=self._smallest_itl_target(decoding),
             )
             decodes = self._rows((entry, 1, drafts.get(entry.request.request_id, ())) for entry in decoding)
         else:
@@ -379,7 +387,8 @@ class Scheduler(BaseScheduler):
             return tuple(decodes)
         num_drafts = sum(map(len, drafts.values()))
         budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
-        grants = self._grants(prefills, self._without_stall(decodes, prefills, budget))
+        limit = self._smallest_itl_target(decoding)
+        grants = self._grants(prefills, self._without_stall(decodes, prefills, budget, limit))
         chunks = self._rows(
             (entry, grant, ()) for entry, grant in zip(prefills, grants, strict=True) if grant
         )
@@ -403,12 +412,17 @@ class Scheduler(BaseScheduler):
             (entry.request.num_planned_tokens, grant) for entry, grant in zip(prefills, grants, strict=True)
         ]
 
-    def _without_stall(self, decodes: list[ScheduledRequest], prefills: list[Entry], budget: int) -> int:
-        """The part of the budget with which no stream beside waits longer for its token than its target."""
-        if not self._itl_targets:
-            return budget
+    def _smallest_itl_target(self, decoding: Iterable[Entry]) -> float:
+        """Seconds; inf where none of them has one."""
         targets = self._itl_targets
-        limit = min((targets.get(row.request.request_id, math.inf) for row in decodes), default=math.inf)
+        if not targets:
+            return math.inf
+        return min((targets.get(entry.request.request_id, math.inf) for entry in decoding), default=math.inf)
+
+    def _without_stall(
+        self, decodes: list[ScheduledRequest], prefills: list[Entry], budget: int, limit: float
+    ) -> int:
+        """The part of the budget with which no stream beside waits longer for its token than `limit` seconds."""
         if limit == math.inf:
             return budget
 

@@ -56,6 +56,31 @@ def test_what_is_not_known_is_not_risked() -> None:
     assert best_lengths([free, fixed], room=9, num_rows=2, seconds=lambda count: None) == [0, 2]
 
 
+@given(CANDIDATES, st.integers(0, 12), st.integers(0, 8))
+def test_no_more_than_fits_is_added_to_what_is_fixed(
+    candidates: list[Candidate], room: int, most: int
+) -> None:
+    free = best_lengths(candidates, room=room, num_rows=4, seconds=lambda count: 1.0)
+    lengths = best_lengths(
+        candidates, room=room, num_rows=4, seconds=lambda count: 1.0, fits=lambda count: count <= most
+    )
+    fixed = sum(length for c, length in zip(candidates, lengths, strict=True) if c.is_fixed)
+    assert sum(lengths) <= max(most, fixed)
+    assert lengths == free or sum(free) > most
+
+
+@pytest.mark.parametrize(("most_seconds", "want"), [(1.05, 0), (1.15, 1), (1.25, 2), (9.0, 4)])
+def test_drafting_and_its_step_stay_within_a_bound(most_seconds: float, want: int) -> None:
+    found = best_rounds(
+        [Candidate(4, 1.0)],
+        num_rows=1,
+        seconds=lambda count: 1.0,
+        drafting_seconds=lambda rounds: 0.1 * rounds,
+        most_seconds=most_seconds,
+    )
+    assert found == want
+
+
 @pytest.mark.parametrize(("cost", "want"), [(0.0, 3), (1.0, 0)])
 def test_padding_is_free_and_rows_that_cost_too_much_are_not_taken(cost: float, want: int) -> None:
     candidates = [Candidate(3, 0.5)]
