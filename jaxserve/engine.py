@@ -72,7 +72,7 @@ class Outputs(Protocol):
     def add(self, request: Request, stream: bool = True) -> None: ...
     def process(
         self, updates: Sequence[RequestUpdate]
-    ) -> tuple[list[RequestOutput], list[tuple[str, str, int]]]: ...
+    ) -> tuple[list[RequestOutput], list[tuple[RequestUpdate, int, str]]]: ...
 
 
 class _LostStepError(Exception):
@@ -474,12 +474,14 @@ class EngineCore:
         """End a request whose output is complete."""
         request, tokens = update.request, update.new_token_ids
         complete = self._masks.accept(request.request_id, tokens)
-        if complete is None or request.is_finished:
+        if complete is None or (complete == len(tokens) and request.finish_reason is FinishReason.STOP):
             return update
-        num_output = request.num_output_tokens - len(tokens) + complete
-        self._scheduler.finish(request.request_id, FinishReason.STOP, num_output_tokens=num_output)
+        self._scheduler.finish_within(update, complete, FinishReason.STOP)
         logprobs = update.logprobs and update.logprobs[:complete]
-        return RequestUpdate(request, tokens[:complete], logprobs, update.prompt_logprobs)
+        accepted_drafts = min(update.num_accepted_drafts, complete)
+        return RequestUpdate(
+            request, tokens[:complete], logprobs, update.prompt_logprobs, num_accepted_drafts=accepted_drafts
+        )
 
     def _count(self, done: _Launched) -> None:
         batch = done.batch
@@ -492,8 +494,8 @@ class EngineCore:
     def _finish_step(self, updates: list[RequestUpdate]) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
         outputs, stopped = self._output_processor.process([*ended, *updates])
-        for request_id, stop_string, num_tokens in stopped:
-            self._scheduler.finish(request_id, FinishReason.STOP, stop_string, num_output_tokens=num_tokens)
+        for update, num_kept, stop_string in stopped:
+            self._scheduler.finish_within(update, num_kept, FinishReason.STOP, stop_string)
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.index)

@@ -33,15 +33,16 @@ class OutputProcessor:
 
     def process(
         self, updates: Sequence[RequestUpdate]
-    ) -> tuple[list[RequestOutput], list[tuple[str, str, int]]]:
+    ) -> tuple[list[RequestOutput], list[tuple[RequestUpdate, int, str]]]:
         """Take one step's updates, in order.
 
         Returns:
-          The outputs for the front doors, and (request id, stop string, output tokens up to it) of every request that
-          a stop string ended here and that the scheduler still takes for running. Requests that ended are forgotten.
+          The outputs for the front doors, and (update, how many of its tokens the output keeps, stop string) of every
+          request that a stop string ended here: the scheduler takes it for running, or for ended by a later token.
+          Requests that ended are forgotten.
         """
         outputs: list[RequestOutput] = []
-        stopped: list[tuple[str, str, int]] = []
+        stopped: list[tuple[RequestUpdate, int, str]] = []
         for update in updates:
             request_id = update.request.request_id
             state = self._active.get(request_id)
@@ -52,8 +53,8 @@ class OutputProcessor:
                 outputs.append(output)
             if state.ended:
                 del self._active[request_id]
-                if state.matched is not None and not update.request.is_finished:
-                    stopped.append((request_id, state.matched, state.num_output_tokens))
+                if state.matched is not None:
+                    stopped.append((update, state.num_kept, state.matched))
         return outputs, stopped
 
 
@@ -73,6 +74,8 @@ class _OutputState:
         self._min_tokens = params.min_tokens
         self._stream = stream
         self.num_output_tokens = 0
+        self.num_kept = 0  # of the newest update's tokens
+        self._num_accepted_drafts = 0
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
@@ -94,7 +97,10 @@ class _OutputState:
             self._prompt_logprobs.add(update)
         if update.pooled is not None and self._pool is not None:
             self._pool.add(update.pooled)
+        before = self.num_output_tokens
         self._take_tokens(update)
+        self.num_kept = self.num_output_tokens - before
+        self._num_accepted_drafts += min(update.num_accepted_drafts, self.num_kept)
         if request.finish_reason is not None and self.matched is None:
             self._text.append(self._matcher.feed(self._detokenizer.finish(), armed=self._may_stop))
             self._text.append(self._matcher.flush())
@@ -160,7 +166,7 @@ class _OutputState:
             prompt_logprobs=prompt_logprobs,
             error=error,
             num_draft_tokens=request.num_draft_tokens,
-            num_accepted_tokens=min(request.num_accepted_tokens, self.num_output_tokens),
+            num_accepted_tokens=self._num_accepted_drafts,
             embedding=None if self._pool is None else self._pool.embedding(),
             timing=_timing(request) if self._is_first or self.ended else None,
         )

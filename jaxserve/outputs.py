@@ -106,6 +106,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     `new_token_ids` may be empty (a prefill chunk with prompt logprobs or a part of an embedding, or an end without a
     token).
     `request.finish_reason` tells whether it ended. A stop or EOS token that ended it is the last of `new_token_ids`.
+    The first `num_accepted_drafts` of these were drafts.
     """
 
     request: Request
@@ -114,6 +115,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     pooled: PooledTokens | None = None
+    num_accepted_drafts: int = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False):

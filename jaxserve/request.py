@@ -284,7 +284,7 @@ class Request:
       num_pending_tokens: tokens that planned steps sample, and that nobody has read yet.
       awaits_result: nothing more of it is planned until the result of the step under way is known, because it
         speculates, or because its grammar decides by that what may follow.
-      num_draft_tokens, num_accepted_tokens: drafts that were verified for it, and those of them in its output.
+      num_draft_tokens: drafts that were verified for it.
       num_cached_tokens: prompt tokens that a prefix hit (or a fork) saved when it was first admitted.
       admitted_step: step of its latest admission; results of steps before it are stale.
       slot: row of the device's per-request sampling state while RUNNING, else None.
@@ -314,7 +314,6 @@ class Request:
     num_pending_tokens: int = 0
     awaits_result: bool = False
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     admitted_step: int = -1

@@ -304,6 +304,8 @@ class Outcome:
     error: str | None = None
     num_cached_tokens: int = 0
     num_outputs: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     embedding: np.ndarray | None = None
 
     def add(self, output: RequestOutput) -> None:
@@ -317,6 +319,8 @@ class Outcome:
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.error, self.num_cached_tokens = output.error, output.num_cached_tokens
         self.num_outputs += 1
+        self.num_draft_tokens = output.num_draft_tokens
+        self.num_accepted_tokens = output.num_accepted_tokens
         self.embedding = output.embedding
         assert output.num_output_tokens == len(self.token_ids), (
             f"{output.request_id}: usage and tokens differ"

@@ -51,10 +51,15 @@ class Run:
         self.processor = OutputProcessor(smollm2())
         self.processor.add(request, stream)
         self.outputs: list[RequestOutput] = []
-        self.stopped: list[tuple[str, str]] = []
+        self.stopped: list[tuple[RequestUpdate, int, str]] = []
 
     def step(
-        self, tokens: list[int], finish: FinishReason | None = None, stop_reason=None, error=None
+        self,
+        tokens: list[int],
+        finish: FinishReason | None = None,
+        stop_reason=None,
+        error=None,
+        num_accepted_drafts: int = 0,
     ) -> None:
         self.request.output_token_ids += tokens
         self.request.finish_reason, self.request.stop_reason = finish, stop_reason
@@ -64,7 +69,11 @@ class Run:
             self.request.status = RequestStatus.FINISHED
         wants = self.request.params.logprobs is not None
         update = RequestUpdate(
-            self.request, list(tokens), [logprob(token) for token in tokens] if wants else None, error=error
+            self.request,
+            list(tokens),
+            [logprob(token) for token in tokens] if wants else None,
+            error=error,
+            num_accepted_drafts=num_accepted_drafts,
         )
         outputs, stopped = self.processor.process([update])
         self.outputs += outputs
@@ -187,7 +196,8 @@ def test_tokens_after_a_stop_string_are_dropped():
     assert [entry.token_id for entry in result.end.logprobs] == result.tokens
     assert result.end.num_output_tokens == len(result.tokens)
     assert (result.end.finish_reason, result.end.stop_reason) == (FinishReason.STOP, "END")
-    assert result.stopped == [("r:0", "END", len(result.tokens))]
+    ((update, num_kept, stop),) = result.stopped
+    assert (update.new_token_ids, num_kept, stop) == (ids, len(result.tokens), "END")
     result.step(tokenizer.encode("late"))  # a step that was already under way
     assert result.text == "one "
 
@@ -196,7 +206,16 @@ def test_a_stop_string_in_the_step_that_reaches_the_length_wins():
     result = Run(make_request(stop=("END",)))
     result.step(smollm2().encode("an END"), FinishReason.LENGTH)
     assert (result.end.finish_reason, result.end.stop_reason) == (FinishReason.STOP, "END")
-    assert result.stopped == []  # the scheduler has ended it already
+    ((update, num_kept, stop),) = result.stopped  # the scheduler has ended it, for another reason
+    assert (num_kept, stop) == (len(update.new_token_ids), "END")
+
+
+def test_drafts_behind_a_stop_string_are_not_counted():
+    first, second = smollm2().encode("one two"), smollm2().encode(" END three four")
+    result = Run(make_request(stop=("END",)))
+    result.step(first)
+    result.step(second, FinishReason.LENGTH, num_accepted_drafts=len(second) - 1)
+    assert result.end.num_accepted_tokens == result.end.num_output_tokens - len(first) < len(second) - 1
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -252,30 +252,31 @@ class BaseScheduler:
                 ended.append(entry.request)
         return ended
 
-    def finish(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        *,
-        num_output_tokens: int | None = None,
-    ) -> None:
-        """End a request for a reason found outside (a stop string). No change if it has ended already.
-
-        Args:
-          num_output_tokens: how many tokens its output keeps; None: all.
-        """
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a request for a reason found outside. No change if it has ended already."""
         entry = self._entries.get(request_id)
-        if entry is None:
-            return
-        if num_output_tokens is not None:
-            output = entry.request.output_token_ids
-            num_left_out = len(output) - num_output_tokens
+        if entry is not None:
+            self._end(entry, reason, stop_reason)
+
+    def finish_within(
+        self, update: RequestUpdate, num_kept: int, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request behind the first `num_kept` tokens of its newest update, where somebody outside found an end
+        (a stop string, a grammar). Tokens behind it are in no output, and an end that they brought was none.
+        """
+        request = update.request
+        num_left_out = len(update.new_token_ids) - num_kept
+        if num_left_out:
+            del request.output_token_ids[-num_left_out:]
             self._counters.generation_tokens -= num_left_out
-            if num_left_out:
-                self._drafts.take_back(entry.request, num_left_out)
-            del output[num_output_tokens:]
-        self._end(entry, reason, stop_reason)
+            num_lost = max(update.num_accepted_drafts - num_kept, 0)
+            self._drafts.stats.take_back(update.num_accepted_drafts, num_lost)
+        if request.finish_reason is None:
+            self.finish(request.request_id, reason, stop_reason)
+            return
+        self._counters.finished[request.finish_reason.value] -= 1
+        self._count_end(reason)
+        request.finish_reason, request.stop_reason = reason, stop_reason
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[RequestUpdate]:
         """Accept what a step computed. The only place where `num_computed_tokens` moves forward.
@@ -320,7 +321,7 @@ class BaseScheduler:
                 )
             count = item.num_scheduled_tokens
             computed = start + count
-            reason = None
+            reason, accepted_drafts = None, 0
             if samples:
                 output = request.output_token_ids
                 if (
@@ -337,7 +338,7 @@ class BaseScheduler:
                 num_accepted += len(accepted)
                 request.awaits_result = False
                 if speculates:
-                    self._drafts.verified(request, drafts, sampled, len(accepted))
+                    accepted_drafts = self._drafts.verified(request, drafts, sampled, len(accepted))
                 if drafts:  # of which one less is in the output than tokens came
                     count = max(len(accepted), 1)
                     computed = request.num_planned_tokens = start + count
@@ -359,7 +360,9 @@ class BaseScheduler:
                 continue
             if logprobs_of and request_id in logprobs_of:
                 logprobs = logprobs_of[request_id][: len(accepted)]
-            updates.append(RequestUpdate(request, accepted, logprobs, prompt_logprobs, pooled=pooled))
+            updates.append(
+                RequestUpdate(request, accepted, logprobs, prompt_logprobs, None, pooled, accepted_drafts)
+            )
         self._counters.generation_tokens += num_accepted
         # Together, since what is done again at once is done in half the time; and before their blocks are freed.
         self._kv.commit(filled)
@@ -522,6 +525,9 @@ class BaseScheduler:
             used += request.num_prompt_tokens if request.index == 0 else 1
         self._policy.ended(request, entry.order, entry.cost - used)
         self._lengths.observe(request)
+        self._count_end(reason)
+
+    def _count_end(self, reason: FinishReason) -> None:
         self._counters.finished[reason.value] = self._counters.finished.get(reason.value, 0) + 1
 
     def _rows(self, parts: Iterable[tuple[Entry, int, tuple[int, ...]]]) -> list[ScheduledRequest]:

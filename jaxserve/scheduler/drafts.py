@@ -21,14 +21,11 @@ class Proposal:
     Attributes:
       token_ids: drafts, whether they are verified in the end or not.
       num_tried, num_right: drafts that were compared with what came, and those that were it; older ones fade.
-      num_kept, num_accepted: tokens that the output took from the newest step, and those of them that were drafts.
     """
 
     token_ids: tuple[int, ...] = ()
     num_tried: float = 0.0
     num_right: float = 0.0
-    num_kept: int = 0
-    num_accepted: int = 0
 
     def count(self, is_right: bool) -> None:
         """A draft was compared with what came."""
@@ -77,15 +74,15 @@ class Drafts:
         """The same, before anything is proposed for it."""
         return self.acceptance(self._of(request_id))
 
-    def verified(
-        self, request: Request, drafts: Sequence[int], sampled: Sequence[int], num_kept: int
-    ) -> None:
+    def verified(self, request: Request, drafts: Sequence[int], sampled: Sequence[int], num_kept: int) -> int:
         """Learn from a step.
 
         Args:
           drafts: those it verified, maybe none.
           sampled: the target's tokens, one more than it accepted of them.
           num_kept: how many of these the output took: the others come after its end.
+
+        Returns how many of those that it took were drafts.
         """
         proposal = self._of(request.request_id)
         # Proposals that were left out count as well: what they would have met is known now.
@@ -96,21 +93,12 @@ class Drafts:
             if not is_right:
                 break
         proposal.token_ids = ()
+        if not drafts:
+            return 0
         num_accepted = min(num_kept, len(sampled) - 1)
-        proposal.num_kept, proposal.num_accepted = num_kept, num_accepted
-        if drafts:
-            self.stats.count(len(drafts), num_accepted)
-            request.num_draft_tokens += len(drafts)
-            request.num_accepted_tokens += num_accepted
-
-    def take_back(self, request: Request, num_tokens: int) -> None:
-        """The last tokens of the newest step were left out of the output after all: they come after a stop string."""
-        proposal = self._of(request.request_id)
-        proposal.num_kept -= num_tokens
-        lost = max(proposal.num_accepted - proposal.num_kept, 0)
-        self.stats.take_back(proposal.num_accepted, lost)
-        request.num_accepted_tokens -= lost
-        proposal.num_accepted -= lost
+        self.stats.count(len(drafts), num_accepted)
+        request.num_draft_tokens += len(drafts)
+        return num_accepted
 
     def drop(self, request_id: str) -> None:
         """Forget what was proposed: the request's tokens are computed again, or others are asked for."""

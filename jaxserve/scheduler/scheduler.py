@@ -507,15 +507,8 @@ class Scheduler(BaseScheduler):
             self._forecast.changed()
         return ended
 
-    def finish(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        *,
-        num_output_tokens: int | None = None,
-    ) -> None:
-        super().finish(request_id, reason, stop_reason, num_output_tokens=num_output_tokens)
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        super().finish(request_id, reason, stop_reason)
         self._ttfts.forget(request_id)
         self._forecast.changed()
 

@@ -22,7 +22,7 @@ class TextlessOutputs:
 
     def process(
         self, updates: Sequence[RequestUpdate]
-    ) -> tuple[list[RequestOutput], list[tuple[str, str, int]]]:
+    ) -> tuple[list[RequestOutput], list[tuple[RequestUpdate, int, str]]]:
         """See `OutputProcessor.process`."""
         outputs = []
         for update in updates:

@@ -278,15 +278,34 @@ def test_drafts_behind_a_stop_string_are_not_accepted() -> None:
     harness.step()
     while not harness.stats().speculation.accepted_tokens:
         harness.step()
+    (update,) = harness.last_updates
     accepted = harness.stats().speculation.accepted_tokens
-    assert accepted > 1
-    harness.scheduler.finish(
-        "a:0", FinishReason.STOP, "x", num_output_tokens=request.num_output_tokens - accepted
-    )
+    assert update.num_accepted_drafts == accepted > 1
+    harness.scheduler.finish_within(update, 1, FinishReason.STOP, "x")
     counts = harness.stats().speculation
-    assert counts.accepted_tokens == request.num_accepted_tokens == 1
+    assert counts.accepted_tokens == 1
     assert counts.accepted_by_position == [1, 0, 0]
     assert harness.stats().generation_tokens == request.num_output_tokens
+
+
+def test_an_end_behind_a_stop_string_was_none() -> None:
+    """The token that ended it for the scheduler stands behind a stop string, in the same draft."""
+    harness = Harness(20, num_speculative_tokens=3)
+    request = make_request("a", 6, 4, speculative_tokens=3)
+    harness.add(request)
+    harness.step()
+    request.output_token_ids[0] = 5
+    harness.scheduler.take_drafts(harness.scheduler.plan_drafts(), [(7, 8)])
+    plan = harness.scheduler.schedule(0.0)
+    (update,) = harness.scheduler.update_from_output(plan, ModelRunnerOutput({"a:0": [7, 8, 9]}))
+    assert request.finish_reason is FinishReason.LENGTH
+    harness.scheduler.finish_within(update, 1, FinishReason.STOP, "x")
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "x")
+    assert request.output_token_ids == [5, 7]
+    stats = harness.stats()
+    assert stats.generation_tokens == 2
+    assert stats.speculation.accepted_by_position == [1, 0, 0]
+    assert {reason: count for reason, count in stats.finished.items() if count} == {"stop": 1}
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static"])

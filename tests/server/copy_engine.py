@@ -128,7 +128,7 @@ class CopyEngine:
             if output.finish_reason is not None:
                 sequence_id = f"{output.request_id}:{output.index}"
                 self._latencies.ended(sequence_id, output.finish_reason, output.num_output_tokens)
-        ended = {request_id for request_id, *_ in stopped}
+        ended = {update.request.request_id for update, *_ in stopped}
         self._running = [
             one for one in self._running if one.request_id not in ended and one.finish_reason is None
         ]
