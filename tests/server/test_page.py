@@ -353,6 +353,56 @@ def test_a_stream_that_breaks_off_is_no_whole_answer(page: Page) -> None:
     expect(page.get_by_role("button", name="Ask again")).to_be_visible()
 
 
+def test_a_connection_that_is_lost_is_told_in_our_words(page: Page) -> None:
+    page.evaluate("""() => {
+      const chunk = {choices: [{index: 0, delta: {content: "Rain is"}, finish_reason: null}]};
+      const start = (controller) => {
+        controller.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(chunk)}\\n\\n`));
+        setTimeout(() => controller.error(new TypeError("network error")), 50);
+      };
+      window.fetch = async () => new Response(new ReadableStream({start}));
+    }""")
+    send(page)
+    expect(page.locator(".turn .meta.error")).to_have_text("The connection broke off.")
+    expect(page.locator("#alert")).to_have_text("The connection broke off.")
+    assert answer(page) == "Rain is"
+
+
+def test_a_refused_question_does_not_stay_in_the_conversation(
+    open_page: OpenPage, server: RunningServer, say: Callable[[str], None]
+) -> None:
+    """One that is too long would have all that come after it refused as well."""
+    page = open_page(server, allowed="status of 400")
+    expect(page.locator("#link")).to_have_text("live")
+    bodies = []
+    page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
+    send(page, "word " * 5000)
+    expect(page.locator("#alert")).to_contain_text("tokens")
+    page.get_by_text("Settings").click()
+    page.get_by_label("Temperature").fill("7")
+    send(page, "And hail?")
+    expect(page.locator("#alert")).to_contain_text("Temperature")
+    page.get_by_label("Temperature").fill("")
+    send(page, "And snow?")
+    expect_end(page)
+    expect(page.locator(".turn")).to_have_count(2)
+    assert answer(page) == TEXT
+    assert [len(body["messages"]) for body in bodies] == [1, 1]
+    assert bodies[-1]["messages"][0]["content"] == "And snow?"
+
+
+def test_an_answer_stopped_before_its_first_word_makes_way_for_the_next(page: Page) -> None:
+    page.route("**/v1/chat/completions", lambda route: None)
+    send(page)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".turn .meta").last).to_have_text("stopped")
+    page.unroute("**/v1/chat/completions")
+    page.get_by_role("button", name="Ask again").click()
+    expect_end(page)
+    expect(page.locator(".turn")).to_have_count(2)
+    assert answer(page) == TEXT
+
+
 def test_a_key_is_asked_for_and_kept_in_the_tab(
     open_page: OpenPage, tokenizer: Tokenizer, core: EngineCore
 ) -> None:
@@ -383,6 +433,16 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
         page.reload()
         expect(page.locator("#link")).to_have_text("live")
         page.evaluate("sessionStorage.clear()")
+        send(page)
+        expect(page.get_by_label("API key")).to_be_focused()
+        expect(page.locator("#alert")).to_contain_text("key is required")
+        page.keyboard.type("the-key")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Message", exact=True)).to_be_focused()
+        expect(page.locator("#alert")).to_be_empty()
+        page.evaluate("sessionStorage.clear()")  # as when the server's keys have changed
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        expect(page.get_by_label("API key")).to_be_focused()
         page.reload()
         expect(page.get_by_label("API key")).to_be_focused()
 
@@ -459,7 +519,7 @@ def test_enter_that_ends_a_composition_sends_nothing(page: Page) -> None:
 def test_a_narrow_screen_shows_one_at_a_time(
     open_page: OpenPage, server: RunningServer, say: Callable[[str], None]
 ) -> None:
-    page = open_page(server, viewport={"width": 360, "height": 640})
+    page = open_page(server, viewport={"width": 320, "height": 640})
     send(page, "w" * 200)
     expect_end(page)
     engine = page.get_by_role("button", name="Engine")
@@ -472,4 +532,4 @@ def test_a_narrow_screen_shows_one_at_a_time(
     for view in ("engine", "chat"):
         page.locator(f"[data-shows={view}]").click()
         width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= 360, f"{view} is {width} pixels wide"
+        assert width <= 320, f"{view} is {width} pixels wide"

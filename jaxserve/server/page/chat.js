@@ -12,6 +12,7 @@ export function startChat(page, modelName, onLocked) {
   const { log, message, send, stop, alert, again, fresh, empty, spoken, settings, composer, scroll } = page;
   let said = []; // {role, content}, without the system prompt
   let running = null; // AbortController of the answer that is coming
+  let isRefused = false; // the last question was, with nothing answered: the next one takes its place
 
   const showState = () => {
     send.hidden = running !== null;
@@ -37,9 +38,11 @@ export function startChat(page, modelName, onLocked) {
       fields = readSettings(settings);
     } catch (error) {
       alert.textContent = error.message;
+      isRefused = true;
       return;
     }
     alert.textContent = "";
+    isRefused = false;
     const turn = addTurn(log, "assistant");
     running = new AbortController();
     const mine = running;
@@ -61,7 +64,8 @@ export function startChat(page, modelName, onLocked) {
     } catch (error) {
       const isStopped = error.name === "AbortError";
       if (text !== "") said.push({ role: "assistant", content: text });
-      if (text === "" && !isStopped) turn.remove();
+      isRefused = text === "" && !isStopped;
+      if (isRefused) turn.remove();
       else endTurn(turn, isStopped ? "stopped" : error.message, !isStopped);
       if (isStopped) spoken.textContent = "Stopped";
       else alert.textContent = error.message;
@@ -75,6 +79,10 @@ export function startChat(page, modelName, onLocked) {
   const submit = () => {
     const content = message.value.trim();
     if (content === "" || running !== null) return;
+    if (isRefused) {
+      said.pop();
+      log.querySelector(".turn:last-child").remove();
+    }
     addTurn(log, "user").querySelector(".words").textContent = content;
     said.push({ role: "user", content });
     message.value = "";
@@ -101,14 +109,13 @@ export function startChat(page, modelName, onLocked) {
   stop.addEventListener("click", halt);
   document.addEventListener("keydown", (event) => event.key === "Escape" && halt());
   again.addEventListener("click", () => {
-    if (said.at(-1)?.role === "assistant") {
-      said.pop();
-      log.querySelector(".turn:last-child")?.remove();
-    }
+    if (said.at(-1)?.role === "assistant") said.pop();
+    log.querySelector(".turn:last-child[data-role=assistant]")?.remove(); // also one stopped before its first word
     answer();
   });
   fresh.addEventListener("click", () => {
     said = [];
+    isRefused = false;
     log.querySelectorAll(".turn").forEach((turn) => turn.remove());
     alert.textContent = "";
     spoken.textContent = "A new chat";

@@ -51,12 +51,17 @@ async function connect() {
 }
 
 const showUpdate = startEngine(at("engine"));
-const watchAgain = watch(showUpdate, setLink);
+const watchAgain = watch(showUpdate, (state) => {
+  setLink(state);
+  if (state === "locked" && at("key-form").hidden) connect(); // a server that wants one has taken the place of another
+});
 
 at("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   keepKey(at("key").value);
-  if (await connect()) watchAgain();
+  if (!(await connect())) return;
+  at("alert").textContent = ""; // where it said that a key is missing
+  watchAgain();
 });
 
 for (const button of document.querySelectorAll("[data-shows]")) {

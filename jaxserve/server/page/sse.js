@@ -1,6 +1,9 @@
 // Server-sent events of a fetch response. (EventSource can't send a key, nor a body.)
 
-/** Yields the data of each event as text. Comments and other fields are skipped. */
+/**
+ * Yields the data of each event as text. Comments and other fields are skipped.
+ * Throws AbortError, or Error where the connection is lost; browsers each have other words for that.
+ */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -15,6 +18,8 @@ export async function* events(response) {
         if (data !== null) yield data;
       }
     }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("The connection broke off.");
   } finally {
     reader.cancel().catch(() => {}); // also where the connection is gone already
   }
