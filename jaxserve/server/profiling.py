@@ -57,7 +57,7 @@ class ProfileApi:
 
     Args:
       folder: traces come into folders in it. What they are called is not the client's to say.
-      profiler: makes them.
+      profiler: makes them; raises OSError or RuntimeError where it can't.
 
     Raises:
       ConfigError: the folder can't be made.
@@ -101,7 +101,7 @@ class ProfileApi:
         body = decode(data or b"{}", ProfileBody)
         if self._running is not None and not self._running.done():
             raise ApiError(409, "a trace is being recorded; one at a time", code="profile_under_way")
-        if len(await asyncio.to_thread(lambda: list(self._folder.iterdir()))) >= MAX_TRACES:
+        if await asyncio.to_thread(self._num_traces) >= MAX_TRACES:
             raise ApiError(
                 409, f"there are {MAX_TRACES} traces; remove some first", code="profile_folder_full"
             )
@@ -111,12 +111,20 @@ class ProfileApi:
         done = await asyncio.shield(self._running)
         return web.Response(body=msgspec.json.encode(done), content_type="application/json")
 
+    def _num_traces(self) -> int:
+        """Makes the folder again where somebody has removed it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return len(list(self._folder.iterdir()))
+        except OSError as error:
+            raise _not_recorded(error) from None
+
     async def _record(self, body: ProfileBody) -> Profiled:
         name = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
         longest = MAX_SECONDS if body.seconds is None else body.seconds
         if body.seconds is None and body.steps is None:
             longest = 2.0
-        await asyncio.to_thread(self._profiler.start, self._folder / name)
+        await self._call(self._profiler.start, self._folder / name)
         try:
             begun, first = time.monotonic(), self._stats.steps
             while time.monotonic() - begun < longest and not self._ending.is_set():
@@ -127,5 +135,18 @@ class ProfileApi:
                     await asyncio.wait_for(self._ending.wait(), max(0.0, min(_POLL_SECONDS, left)))
             seconds, steps = time.monotonic() - begun, self._stats.steps - first
         finally:
-            await asyncio.to_thread(self._profiler.stop)
+            await self._call(self._profiler.stop)
         return Profiled(name, round(seconds, 6), steps)
+
+    async def _call(self, work: Callable[..., None], *arguments: Path) -> None:
+        try:
+            await asyncio.to_thread(work, *arguments)
+        except (OSError, RuntimeError) as error:
+            raise _not_recorded(error) from None
+
+
+def _not_recorded(error: Exception) -> ApiError:
+    """Of a folder that is none any more, a full disk, or a trace begun elsewhere in the process."""
+    return ApiError(
+        500, f"the trace can't be recorded: {error}", type="server_error", code="profile_failed"
+    )

@@ -73,6 +73,27 @@ def test_jax_writes_a_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_trace_that_cannot_be_written_stands_in_nobodys_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Its folder went away, or the disk is full: the next request has a trace again, and this one's as well."""
+    folder = tmp_path / "traces"
+    api = ProfileApi(folder, Profiler(start_trace, stop_trace))
+    with RunningServer(CopyEngine(tokenizer), extensions=[api]) as server:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(profile, server, {"seconds": 1})
+            while not api._running:
+                time.sleep(0.005)
+            folder.rmdir()
+            folder.write_text("no folder")
+            assert answer.result().status == 500
+        assert answer.result().error["code"] == "profile_failed"
+        assert "is not a directory" in answer.result().error["message"]
+        reply = profile(server, {"seconds": 0.1})
+        assert (reply.status, reply.error["code"]) == (500, "profile_failed")
+        folder.unlink()
+        assert profile(server, {"seconds": 0.1}).status == 200
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_steps_are_counted(server: RunningServer, tape: Tape) -> None:
     core_stats = server.engine.stats
     with ThreadPoolExecutor(1) as pool:
