@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import OverloadedError
 from jaxserve.scheduler import admission
-from jaxserve.scheduler.base import Entry
+from jaxserve.scheduler.entry import Entry
 from jaxserve.scheduler.fairness import Level
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager
 from jaxserve.scheduler.output_length import OutputLengths

@@ -18,10 +18,11 @@ from jaxserve.outputs import ModelRunnerOutput, RequestUpdate
 from jaxserve.request import FinishReason, Request, RequestStatus, ServiceClass
 from jaxserve.scheduler import admission
 from jaxserve.scheduler.ageing import Ageing
-from jaxserve.scheduler.base import BaseScheduler, Entry, key_of, tokens_to_compute
+from jaxserve.scheduler.base import BaseScheduler
 from jaxserve.scheduler.block_moves import BlockMoves
 from jaxserve.scheduler.decode_stall import largest_within
 from jaxserve.scheduler.draft_planner import DraftPlanner
+from jaxserve.scheduler.entry import Entry, key_of, tokens_to_compute
 from jaxserve.scheduler.forecast import Forecast, check_promise
 from jaxserve.scheduler.host_swap import HostSwap
 from jaxserve.scheduler.host_tier import HostSpace, HostTier

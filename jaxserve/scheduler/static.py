@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.scheduler.admission import final_num_computed_tokens
-from jaxserve.scheduler.base import BaseScheduler, Entry
+from jaxserve.scheduler.base import BaseScheduler
+from jaxserve.scheduler.entry import Entry
 from jaxserve.scheduler.kv_cache_manager import KVCacheManager, Reuse
 from jaxserve.scheduler.output import ScheduledRequest, SchedulerOutput
 from jaxserve.scheduler.policy import ChunkedPrefillPolicy

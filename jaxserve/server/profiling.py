@@ -147,6 +147,4 @@ class ProfileApi:
 
 def _not_recorded(error: Exception) -> ApiError:
     """Of a folder that is none any more, a full disk, or a trace begun elsewhere in the process."""
-    return ApiError(
-        500, f"the trace can't be recorded: {error}", type="server_error", code="profile_failed"
-    )
+    return ApiError(500, f"the trace can't be recorded: {error}", type="server_error", code="profile_failed")

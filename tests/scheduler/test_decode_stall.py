@@ -92,9 +92,13 @@ def test_a_request_does_not_slow_its_own_prompt() -> None:
 
 
 @pytest.mark.parametrize(("target", "want"), [(None, 3), (0.0237, 2), (0.0225, 1), (0.0215, 0), (0.01, 3)])
-def test_drafts_make_no_step_longer_than_a_stream_beside_can_live_with(target: float | None, want: int) -> None:
+def test_drafts_make_no_step_longer_than_a_stream_beside_can_live_with(
+    target: float | None, want: int
+) -> None:
     """The step takes 21 ms without drafts, and 1.2 ms more for each. 10 ms can't be had, so they go by their gain."""
-    run = VirtualRun(max_num_seqs=16, max_num_batched_tokens=64, speculative="ngram", num_speculative_tokens=8)
+    run = VirtualRun(
+        max_num_seqs=16, max_num_batched_tokens=64, speculative="ngram", num_speculative_tokens=8
+    )
     run.add(make_request("stream", 10, 60, targets=ServiceTargets(itl_seconds=target)))
     run.step()
     wanted = run.scheduler.plan_drafts()
