@@ -230,7 +230,7 @@ class _BatchRunner:
                     f"the line has {line.num_bytes} bytes, at most {MAX_LINE_BYTES}", code="line_too_long"
                 )
             custom_id = _custom_id(line.data)
-            entry = decode(line.data, BatchLine)
+            entry = decode(line.data, BatchLine, what="the line")
             self._note_id(entry.custom_id)
             prepared = _prepare(entry, self.context, self.caller)
         except (JaxserveError, ApiError) as error:

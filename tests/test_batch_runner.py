@@ -129,6 +129,8 @@ def test_every_bad_line_gets_a_record_and_stops_nothing(batch: Batch) -> None:
         assert record["response"] is None
         assert record["error"]["message"]
         assert record["error"]["line"] == 5 + 2 * number
+    assert all(record["error"]["message"].startswith("the line") for record in failed[:8])
+    assert failed[8]["error"]["message"].startswith("the body: expected `object`")
     answers = {text_of(record) for record in records if record["error"] is None}
     assert answers == {"one two three"}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from jaxserve.batch_jobs.store import BatchStore, StoredBatch, StoredFile
+from jaxserve.batch_jobs.store import BatchStore, StoredBatch, StoredFile, is_full
 from jaxserve.batch_jobs.worker import BatchWorker
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.app import KEY_NAME, Server, json_response, read_body
@@ -59,10 +61,10 @@ class BatchApi:
     """
 
     operations: tuple[Operation, ...] = (
-        Operation("post", "/v1/files", "Upload a file.", uploads=True, errors=(400, 413)),
+        Operation("post", "/v1/files", "Upload a file.", uploads=True, errors=(400, 413, 507)),
         Operation("get", "/v1/files", "The files, the newest first.", errors=(400,)),
         Operation("get", "/v1/files/{id}", "One of them.", errors=(404,)),
-        Operation("delete", "/v1/files/{id}", "Delete it.", errors=(400, 404)),
+        Operation("delete", "/v1/files/{id}", "Delete it.", errors=(400, 404, 507)),
         Operation(
             "get",
             "/v1/files/{id}/content",
@@ -70,10 +72,10 @@ class BatchApi:
             content_type="application/octet-stream",
             errors=(404,),
         ),
-        Operation("post", "/v1/batches", "Run the lines of a file.", BatchBody, errors=(400, 404, 413)),
+        Operation("post", "/v1/batches", "Run the lines of a file.", BatchBody, errors=(400, 404, 413, 507)),
         Operation("get", "/v1/batches", "The batches, the newest first.", errors=(400,)),
         Operation("get", "/v1/batches/{id}", "How far one is.", errors=(404,)),
-        Operation("post", "/v1/batches/{id}/cancel", "Stop it.", errors=(404, 409)),
+        Operation("post", "/v1/batches/{id}/cancel", "Stop it.", errors=(404, 409, 507)),
     )
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +126,7 @@ class BatchApi:
         if not request.content_type.startswith("multipart/"):
             raise InvalidRequestError("the body must be multipart/form-data", code="invalid_body")
         purpose, filename = None, None
-        with self._store.new_content() as (file_id, temporary):
+        with _room_wanted(), self._store.new_content() as (file_id, temporary):
             try:
                 async for part in await request.multipart():
                     if isinstance(part, BodyPartReader) and part.name == "purpose" and purpose is None:
@@ -160,8 +162,13 @@ class BatchApi:
     async def files(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/files`."""
         stored = await asyncio.to_thread(self._store.files, _owner(request))
-        purpose = request.query.get("purpose")
-        return _page(request, [one for one in stored if purpose in (None, one.purpose)], _file_json)
+        purpose, order = request.query.get("purpose"), request.query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise InvalidRequestError("order must be 'asc' or 'desc'", param="order")
+        stored = [one for one in stored if purpose in (None, one.purpose)]
+        if order == "asc":
+            stored.reverse()
+        return _page(request, stored, _file_json, further=("purpose", "order"))
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/files/{id}`."""
@@ -172,7 +179,8 @@ class BatchApi:
         stored = await self._file(request.match_info["id"], request)
         if await asyncio.to_thread(self._store.uses, stored.id):
             raise InvalidRequestError("an unfinished batch needs this file", code="file_in_use")
-        await asyncio.to_thread(self._store.delete_file, stored)
+        with _room_wanted():
+            await asyncio.to_thread(self._store.delete_file, stored)
         return json_response({"id": stored.id, "object": "file", "deleted": True})
 
     async def content(self, request: web.Request) -> web.StreamResponse:
@@ -204,14 +212,15 @@ class BatchApi:
         if len(body.metadata or {}) > MAX_METADATA:
             raise InvalidRequestError(f"metadata may have {MAX_METADATA} entries", param="metadata")
         source = await self._file(body.input_file_id, request, param="input_file_id")
-        batch = await asyncio.to_thread(
-            self._store.add_batch,
-            owner=_owner(request),
-            endpoint=body.endpoint,
-            input_file_id=source.id,
-            completion_window=body.completion_window,
-            metadata=body.metadata,
-        )
+        with _room_wanted():
+            batch = await asyncio.to_thread(
+                self._store.add_batch,
+                owner=_owner(request),
+                endpoint=body.endpoint,
+                input_file_id=source.id,
+                completion_window=body.completion_window,
+                metadata=body.metadata,
+            )
         self._worker.wake()
         return json_response(_batch_json(batch))
 
@@ -228,9 +237,10 @@ class BatchApi:
         """`POST /v1/batches/{id}/cancel`."""
         batch = await self._batch(request)
         running = ("validating", "in_progress", "cancelling")
-        if not await asyncio.to_thread(self._store.set_status, batch.id, "cancelling", only_from=running):
-            raise ApiError(409, "the batch has ended, or is about to", code="batch_not_cancellable")
-        self._worker.interrupt(batch.id)
+        with _room_wanted():
+            if not await asyncio.to_thread(self._store.set_status, batch.id, "cancelling", only_from=running):
+                raise ApiError(409, "the batch has ended, or is about to", code="batch_not_cancellable")
+            await asyncio.to_thread(self._worker.cancel, batch.id)
         return json_response(_batch_json(await self._batch(request)))
 
     async def _batch(self, request: web.Request) -> StoredBatch:
@@ -239,6 +249,17 @@ class BatchApi:
         if batch is None:
             raise ApiError(404, "there is no such batch", code="batch_not_found")
         return batch
+
+
+@contextmanager
+def _room_wanted() -> Iterator[None]:
+    """Something is about to be kept: says so where the disk is full."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        if not is_full(error):
+            raise
+        raise ApiError(507, "the server's disk is full", type="server_error", code="storage_full") from None
 
 
 async def _receive(part: BodyPartReader, path: Path) -> None:
@@ -263,9 +284,15 @@ def _plain(text: str) -> str:
 
 
 def _page[Stored: (StoredFile, StoredBatch)](
-    request: web.Request, stored: Sequence[Stored], to_json: Callable[[Stored], dict[str, Any]]
+    request: web.Request,
+    stored: Sequence[Stored],
+    to_json: Callable[[Stored], dict[str, Any]],
+    further: tuple[str, ...] = (),
 ) -> web.Response:
-    """The part of a list that `limit` and `after` ask for."""
+    """The part of a list that `limit` and `after` ask for; any other part of the query must be one of `further`."""
+    for name in request.query:
+        if name not in ("limit", "after", *further):
+            raise InvalidRequestError(f"unknown field {name!r}", param=name, code="unknown_field")
     text = request.query.get("limit", str(DEFAULT_PAGE))
     limit = int(text) if _NUMBER.fullmatch(text) else 0
     if not 1 <= limit <= MAX_PAGE:

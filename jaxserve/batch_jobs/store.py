@@ -6,6 +6,7 @@ key, "" without keys), who alone can see it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -76,6 +77,13 @@ class StoredBatch:
 _JSON = ("metadata", "times", "errors")
 
 
+def is_full(error: Exception) -> bool:
+    """Whether an error says that the disk has no room left."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+
+
 class BatchStore:
     """Safe to use from several threads. One process at a time may have a folder open.
 
@@ -140,7 +148,11 @@ class BatchStore:
         size = temporary.stat().st_size
         os.replace(temporary, self.path(file_id))
         values = (file_id, owner, filename, purpose, size, int(time.time()))
-        self._run("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
+        try:
+            self._run("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)", values)
+        except sqlite3.Error:
+            self.path(file_id).unlink(missing_ok=True)
+            raise
         stored = self.file(file_id, owner)
         assert stored is not None
         return stored

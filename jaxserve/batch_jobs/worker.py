@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import sqlite3
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.batch_jobs.background_engine import BackgroundEngine, Interrupted
-from jaxserve.batch_jobs.store import BatchStore, StoredBatch
+from jaxserve.batch_jobs.store import BatchStore, StoredBatch, is_full
 from jaxserve.batch_runner import BatchSummary, read_lines, run_batch, write_unfinished
 from jaxserve.server.async_engine import STOP_SECONDS, AsyncEngine
 from jaxserve.server.conversion import ServingContext
@@ -39,10 +38,8 @@ class _Record(msgspec.Struct):
 
 
 def _passes(error: Exception) -> bool:
-    """Whether a batch can go on where it was once the disk has room again."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, sqlite3.OperationalError)
+    """Whether a batch can go on where it was once the disk has room again, or nobody else holds the database."""
+    return is_full(error) or isinstance(error, sqlite3.OperationalError)
 
 
 @dataclass(slots=True)
@@ -90,11 +87,13 @@ class BatchWorker:
         """There is a new batch."""
         self._wake.set()
 
-    def interrupt(self, batch_id: str) -> None:
-        """Look at a batch's status again, which has changed."""
+    def cancel(self, batch_id: str) -> None:
+        """Stop a batch whose status has become `cancelling`. One that has not begun waits for no other to end."""
         current = self._current
         if current is not None and current.batch_id == batch_id:
             current.interrupt.set()
+        elif (batch := self._store.batch(batch_id)) is not None and "in_progress" not in batch.times:
+            self._store.set_status(batch_id, "cancelled", only_from=("cancelling",))
         self._wake.set()
 
     async def stop(self) -> None:
@@ -113,8 +112,13 @@ class BatchWorker:
             self._wake.clear()
             try:
                 self._work_on_next()
-            except Exception:  # the thread outlives it, for all batches to come
-                logger.exception("batches can't go on for now")
+            except Exception as error:  # the thread outlives it, for all batches to come
+                logger.log(
+                    logging.WARNING if is_full(error) else logging.ERROR,
+                    "batches can't go on for now: %s",
+                    error,
+                    exc_info=None if is_full(error) else error,
+                )
                 self._wake.wait(0 if self._stopping else PAUSE_SECONDS)
 
     def _work_on_next(self) -> None:
@@ -133,8 +137,12 @@ class BatchWorker:
     def _advance(self, batch: StoredBatch) -> None:
         self._current = _Run(batch.id)
         try:
-            status = self._status(batch)  # again: from here on `interrupt` sees that it runs
-            if self._stopping or (status == "validating" and not self._validate(batch)):
+            status = self._status(batch)  # again: from here on `cancel` sees that it runs
+            if (
+                self._stopping
+                or status == "cancelled"
+                or (status == "validating" and not self._validate(batch))
+            ):
                 return
             is_whole = status != "cancelling" and self._run(batch, self._current)
             if not is_whole and self._status(batch) != "cancelling":  # the engine or the server ends

@@ -27,6 +27,7 @@ _ERRORS = {
     429: "There is more work than can be done in time.",
     500: "A failed generation, or a bug.",
     503: "The server takes no requests for now.",
+    507: "The disk of the server is full.",
 }
 
 

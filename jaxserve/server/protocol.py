@@ -263,8 +263,11 @@ def decode_chat(data: bytes) -> ChatCompletionBody:
     return body
 
 
-def decode[Body: msgspec.Struct](data: bytes, kind: type[Body]) -> Body:
+def decode[Body: msgspec.Struct](data: bytes, kind: type[Body], *, what: str = "the body") -> Body:
     """JSON bytes to `kind`; anything malformed (NaN, lone surrogates, bad UTF-8, deep nesting) is refused.
+
+    Args:
+      what: it is, for messages.
 
     Raises:
       InvalidRequestError: one line; `param` is the path of the offending field where one is at fault.
@@ -272,12 +275,12 @@ def decode[Body: msgspec.Struct](data: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), what) from None
     except msgspec.DecodeError as error:
         hint = " (an unpaired surrogate escape?)" if _SURROGATE_ESCAPE.search(data) else ""
-        raise InvalidRequestError(f"the body is not valid JSON: {error}{hint}", code="invalid_json") from None
+        raise InvalidRequestError(f"{what} is not valid JSON: {error}{hint}", code="invalid_json") from None
     except RecursionError:
-        raise InvalidRequestError("the body is nested too deeply", code="invalid_json") from None
+        raise InvalidRequestError(f"{what} is nested too deeply", code="invalid_json") from None
 
 
 def refuse_unhonoured(
@@ -298,7 +301,7 @@ def refuse_unhonoured(
             raise unsupported(name, f"'{name}' is not supported by this server")
 
 
-def _field_error(message: str) -> InvalidRequestError:
+def _field_error(message: str, what: str) -> InvalidRequestError:
     path_match = _PATH.search(message)
     path = path_match["path"] if path_match else ""
     text = message[: path_match.start()] if path_match else message
@@ -308,7 +311,7 @@ def _field_error(message: str) -> InvalidRequestError:
         kind = "unknown field" if "unknown" in text else "missing field"
         return InvalidRequestError(f"{kind} '{path}'", param=path, code=kind.replace(" ", "_"))
     param = re.sub(r"(\[[^\]]*\])+$", "", path)  # the list's name says more than the place in it
-    where = f"{path}: " if path else "the body: "
+    where = f"{path}: " if path else f"{what}: "
     return InvalidRequestError(where + text[0].lower() + text[1:], param=param or None, code="invalid_type")
 
 

@@ -148,7 +148,10 @@ def test_a_cancelled_batch_keeps_what_was_done(tokenizer: Tokenizer, tmp_path: P
     with Running(core, tmp_path) as running:
         batch_id = running.begin(jsonl(*[line(number, max_tokens=100) for number in range(50)]))
         until(lambda: running.client.batches.retrieve(batch_id).request_counts.completed >= 2)
-        next_id = running.begin(jsonl(line(0)))
+        next_id, unwanted_id = running.begin(jsonl(line(0))), running.begin(jsonl(line(0)))
+        unwanted = running.client.batches.cancel(unwanted_id)
+        assert unwanted.status == "cancelled", "one that has not begun waits for no other to end"
+        assert unwanted.cancelling_at <= unwanted.cancelled_at
         with pytest.raises(openai.NotFoundError):
             running.other.batches.cancel(batch_id)
         assert running.client.batches.cancel(batch_id).status in ("cancelling", "cancelled")
@@ -157,6 +160,7 @@ def test_a_cancelled_batch_keeps_what_was_done(tokenizer: Tokenizer, tmp_path: P
         assert 2 <= len(running.records(batch.output_file_id)) < 50
         assert running.end(next_id).status == "completed"
         until(lambda: not core.has_work())
+        assert running.client.batches.retrieve(unwanted_id) == unwanted
         with pytest.raises(openai.ConflictError):
             running.client.batches.cancel(batch_id)
 
@@ -280,6 +284,48 @@ def test_a_full_disk_is_waited_for(running: Running, monkeypatch: pytest.MonkeyP
     batch = running.end(running.begin(jsonl(line(0), line(1))))
     assert (batch.status, batch.request_counts.completed, failures) == ("completed", 2, [])
     assert batch.request_counts.total == 2
+
+
+def test_what_finds_no_room_is_told(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk is nobody's bug: 507, and nothing of the attempt stays."""
+    client = running.client
+    file = client.files.create(file=("in.jsonl", jsonl(line(0))), purpose="batch")
+    full = sqlite3.OperationalError("database or disk is full")
+    full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
+    real = BatchStore._run
+
+    def run(store: BatchStore, statement: str, values: tuple[Any, ...]) -> Any:
+        if not statement.startswith("SELECT"):
+            raise full
+        return real(store, statement, values)
+
+    def add_file(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchStore, "_run", run)
+        attempts: list[Callable[[], Any]] = [
+            lambda: client.files.create(file=("a", b"x"), purpose="batch"),
+            lambda: client.files.delete(file.id),
+            lambda: client.batches.create(
+                input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+            ),
+        ]
+        for attempt in attempts:
+            with pytest.raises(openai.APIStatusError) as told:
+                attempt()
+            assert (told.value.status_code, told.value.code) == (507, "storage_full")
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchStore, "add_file", add_file)
+        with pytest.raises(openai.APIStatusError) as told:
+            attempts[0]()
+        assert told.value.status_code == 507
+    assert {path.name for path in (tmp_path / "data" / "files").iterdir()} == {file.id}
+    assert "Traceback" not in caplog.text
+    assert running.end(running.begin(jsonl(line(0)))).status == "completed"
 
 
 def test_results_that_are_kept_again_take_the_place_of_the_first(
@@ -416,7 +462,8 @@ def test_a_folder_has_one_server(running: Running, tmp_path: Path) -> None:
 def test_lists_have_pages(running: Running) -> None:
     ids = [running.client.files.create(file=("a", b"x"), purpose="batch").id for _ in range(5)]
     assert [one.id for one in running.client.files.list(limit=2)] == ids[::-1]
-    for query in ("limit=0", "limit=x", "after=x"):
+    assert [one.id for one in running.client.files.list(limit=2, order="asc")] == ids
+    for query in ("limit=0", "limit=x", "after=x", "order=x", "before=x"):
         assert (
             http.request(running.url, "GET", f"/v1/files?{query}", headers={"X-Api-Key": "a"}).status == 400
         )
