@@ -122,6 +122,14 @@ def test_sizes_that_multiply_have_limits():
         assert caught.value.param == field
 
 
+@pytest.mark.parametrize("stop", ["\ud800", "END\udfff", ""])
+def test_a_stop_string_that_no_text_can_hold_is_refused(stop):
+    """B023: half a surrogate pair would never stop anything, and has no place in a recording."""
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(stop=("\N{GRINNING FACE}", stop))
+    assert caught.value.param == "stop"
+
+
 def test_whole_contexts_scored_at_once_stay_exact(tiny_model):
     """B193: the most logprobs there can be, of as many prompts as there are slots."""
     requests = [ask(f"scored{i}", 240, 1, prompt_logprobs=20, logprobs=20) for i in range(16)]
