@@ -136,7 +136,7 @@ def _quoted(text: str) -> str:
 
 
 def _invalid(grammar: Grammar, reason: str) -> InvalidRequestError:
-    what = grammar.kind.value.replace("_", " ")
+    what = "grammar" if grammar.kind is GrammarKind.LARK else grammar.kind.value.replace("_", " ")
     told = _TOLD_BETTER.get(reason.replace("<non-verbose/>", "").strip(), reason)
     line = " ".join(told.replace("<non-verbose/>", "").split())
     short = line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + "..."

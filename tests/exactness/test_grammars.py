@@ -92,6 +92,12 @@ def test_an_end_is_an_end_without_eos(tiny_model, mode):
     assert outcomes["cut", 0].finish_reason is FinishReason.LENGTH
     assert len(outcomes["cut", 0].token_ids) == 3
     assert outcomes["none", 0].text == ""
+    exact = dataclasses.replace(
+        requests[0].params, min_tokens=0, max_tokens=len(outcomes["fixed", 0].token_ids)
+    )
+    outcomes = run(engine_for(tiny_model, mode), [dataclasses.replace(requests[0], params=exact)])
+    assert outcomes["fixed", 0].text == "yes it is"
+    assert outcomes["fixed", 0].finish_reason is FinishReason.STOP, "its limit cuts nothing off"
 
 
 def test_composed_with_all_that_shapes_the_next_token(tiny_model):
