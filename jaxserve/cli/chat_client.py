@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.cli.chat_session import ChatSettings, Message
-from jaxserve.cli.server_url import open_url
+from jaxserve.cli.server_url import BROKEN, open_url, server_base
 from jaxserve.errors import ConfigError, JaxserveError
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -39,13 +39,11 @@ class ServerAnswerer:
         Raises:
           ConfigError: `url` is none, nobody answers there, or the model isn't among those offered.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url}: must begin with http:// or https://")
-        base_url = url.rstrip("/").removesuffix("/v1")
+        base_url = server_base(url)
         with open_url(base_url + "/v1/models", api_key, timeout_s=_CONNECT_TIMEOUT_S) as response:
             try:
                 offered = [entry["id"] for entry in json.load(response)["data"]]
-            except (ValueError, KeyError, TypeError):
+            except (*BROKEN, KeyError, TypeError):
                 raise ConfigError(
                     f"{base_url}/v1/models: not the answer of an OpenAI-compatible server"
                 ) from None
@@ -73,7 +71,7 @@ class ServerAnswerer:
                     if data == b"[DONE]":
                         return
                     yield from _texts(json.loads(data))
-            except (OSError, ValueError) as error:
+            except BROKEN as error:
                 raise JaxserveError(f"{self.base_url}: the answer broke off: {error}") from error
         raise JaxserveError(f"{self.base_url}: the server hung up before the answer had ended")
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxserve.cli.server_url import open_url
+from jaxserve.cli.server_url import BROKEN, open_url
 from jaxserve.errors import ConfigError
 
 _TIMEOUT_S = 10.0
@@ -48,7 +48,10 @@ def take_snapshot(url: str, api_key: str | None) -> Snapshot:
     from prometheus_client.parser import text_string_to_metric_families
 
     with open_url(f"{url}/metrics", api_key, timeout_s=_TIMEOUT_S) as response:
-        data = response.read()
+        try:
+            data = response.read()
+        except BROKEN as error:
+            raise ConfigError(f"{url}/metrics: the answer broke off: {error}") from None
     samples: dict[str, list[tuple[Labels, float]]] = {}
     try:
         for family in text_string_to_metric_families(data.decode()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -9,6 +10,26 @@ import urllib.request
 from typing import Any
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+
+BROKEN = (OSError, ValueError, http.client.HTTPException)  # what reading an answer may end with
+
+
+def server_base(url: str) -> str:
+    """What paths are appended to: the URL of a server, written with or without `/v1`.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r}: must begin with http:// or https://")
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_usable = bool(parts.hostname) and parts.username is None and parts.port != 0
+    except ValueError:  # a port that is no number, or too large; half an IPv6 address
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(f"{url!r}: is not the URL of a server: http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def open_url(url: str, api_key: str | None, *, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
@@ -31,7 +52,11 @@ def open_url(url: str, api_key: str | None, *, timeout_s: float, body: dict[str,
             raise InvalidRequestError(message) from None
         hint = "; give the server's key with --api-key" if error.code in (401, 403) else ""
         raise ConfigError(f"{url}: {message} (HTTP {error.code}){hint}") from None
-    except (OSError, ValueError) as error:
+    except http.client.BadStatusLine as error:
+        if isinstance(error, OSError):
+            raise ConfigError(f"{url}: no answer: {error}") from None
+        raise ConfigError(f"{url}: what answers there does not speak HTTP") from None
+    except BROKEN as error:
         reason = getattr(error, "reason", None) or error
         raise ConfigError(f"{url}: no answer: {reason}") from None
 

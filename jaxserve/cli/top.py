@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Annotated
 
 import typer
 
 from jaxserve.cli.chat import printable
 from jaxserve.cli.metrics_snapshot import Interval, Snapshot, take_snapshot
+from jaxserve.cli.server_url import server_base
 from jaxserve.cli.top_frame import frame
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.errors import JaxserveError
 
 WINDOW_SECONDS = 60.0  # that percentiles are of
 
@@ -37,7 +38,8 @@ def top(
 ) -> None:
     """Watch a running server: throughput, queues, latencies, cache, packing, refusals. Ctrl-C ends it.
 
-    Reads /metrics. Percentiles are of the last minute, and as exact as the histograms there.
+    Reads /metrics. Percentiles are of the last minute, and as exact as the histograms there. Where the output is no
+    terminal, one frame is printed below the other.
 
     \b
     Examples:
@@ -45,9 +47,7 @@ def top(
       jaxserve top http://gpu-machine:8000 --interval 5
       jaxserve top --once
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url}: must begin with http:// or https://")
-    url = url.rstrip("/").removesuffix("/v1")
+    url = server_base(url)
     from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.text import Text
@@ -58,12 +58,13 @@ def top(
     if once:
         console.print(shown)
         return
-    with (
-        suppress(KeyboardInterrupt),
-        Live(console=console, screen=console.is_terminal, auto_refresh=False) as live,
-    ):
+    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
+    with suppress(KeyboardInterrupt), live or nullcontext():
         while True:
-            live.update(shown, refresh=True)
+            if live is None:
+                console.print(shown)
+            else:
+                live.update(shown, refresh=True)
             try:
                 shown = frame(url, *next(looks))
             except JaxserveError as error:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 
@@ -55,6 +56,25 @@ def server(models: tuple[int, str], answer: tuple[int, str] = (200, "")) -> Iter
         httpd.server_close()
 
 
+@contextmanager
+def raw_server(answers: list[bytes]) -> Iterator[str]:
+    """Says them as they are to one request each, and hangs up. Yields its address."""
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65_536)
+            self.request.sendall(answers.pop(0))
+
+    with TCPServer(("127.0.0.1", 0), Handler) as tcp:
+        thread = threading.Thread(target=tcp.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{tcp.server_address[1]}"
+        finally:
+            tcp.shutdown()
+            thread.join()
+
+
 def answer_of(status: int, text: str) -> list[str]:
     with server((200, MODELS), (status, text)) as url:
         return list(ServerAnswerer.connect(url).stream(MESSAGES, SETTINGS))
@@ -91,7 +111,16 @@ def test_a_model_that_the_server_does_not_have_is_refused_with_those_it_has() ->
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "http://127.0.0.1:1", "http://[::1", "http://127.0.0.1:99999"]
+    "url",
+    [
+        "127.0.0.1:8000",
+        "http://127.0.0.1:1",
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:x",
+        "http://:8000",
+        "http://user:password@127.0.0.1:1",
+    ],
 )
 def test_an_address_where_nobody_answers_is_one_line(url: str) -> None:
     assert_refused(run_jaxserve("chat", "--url", url, stdin="hello\n"), url)
@@ -110,6 +139,31 @@ def test_a_refused_conversation_is_told_from_a_broken_server(status: int) -> Non
         answer_of(status, '{"error": {"message": "too long"}}')
     with pytest.raises(ConfigError, match="engine is dead"):
         answer_of(500, '{"error": {"message": "engine is dead"}}')
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("models", "answer", "named"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", b"", "does not speak HTTP"),
+        (CHUNKED + b"40\r\n{", b"", "not the answer"),
+        (None, b"", "no answer"),
+        (None, CHUNKED + b"3\r\n: a\r\n", "hung up"),
+        (None, CHUNKED + b"ff\r\n" + chunk("half").encode(), "broke off"),
+    ],
+)
+def test_bytes_that_are_no_whole_http_answer_are_an_error_of_ours(
+    models: bytes | None, answer: bytes, named: str
+) -> None:
+    """A server that is killed ends an answer in the middle of a chunk."""
+    good = f"HTTP/1.1 200 OK\r\nContent-Length: {len(MODELS)}\r\n\r\n{MODELS}".encode()
+    with (
+        raw_server([good if models is None else models, answer]) as url,
+        pytest.raises(JaxserveError, match=named),
+    ):
+        list(ServerAnswerer.connect(url).stream(MESSAGES, SETTINGS))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,22 @@ def test_what_a_server_says_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[bold]" in shown
 
 
+def test_frames_go_into_a_pipe_one_by_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def sleep(_: float) -> None:
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxserve.cli.top.time.sleep", sleep)
+    with answering(METRICS) as url:
+        assert run(["top", url]) == 0
+    assert [text.count("jaxserve top") for text in seen] == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("body", [b"", b"hello", b"\xff\xfe", b"some_metric 5\n", b"{}"])
 def test_something_else_is_told_apart(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with answering(body) as url:
@@ -127,8 +143,9 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         assert run(["top", url]) == 2
     assert "no answer" in capsys.readouterr().err
-    assert run(["top", "localhost:8000"]) == 2
-    assert "http://" in capsys.readouterr().err
+    for bad in ("localhost:8000", "", "http://", "http://a:99999"):
+        assert run(["top", bad]) == 2
+        assert "http://" in capsys.readouterr().err
 
 
 def snapshot(distribution: Distribution) -> Snapshot:
