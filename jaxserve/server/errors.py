@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,9 +141,25 @@ def unsupported(param: str, message: str) -> InvalidRequestError:
 
 @contextmanager
 def renamed_params(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors from within name a field as the client called it. `names`: by the name that they have there."""
+    """Errors from within name a field as the client called it, as `param` and in their text.
+
+    Args:
+      names: what the client called it, by the name that it has there.
+    """
     try:
         yield
     except InvalidRequestError as error:
         error.param = names.get(error.param or "", error.param)
+        error.args = (_with_names(str(error), names),)
         raise
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    """`text` with fields renamed. A name that could be any word counts at the beginning, and in quotes."""
+    patterns = []
+    for name in sorted(names, key=len, reverse=True):
+        if name.isalpha():
+            patterns.append(rf"^{name}(?= )|(?<=^'){name}(?=')|(?<= '){name}(?=')")
+        elif name:
+            patterns.append(rf"(?<![\w.]){re.escape(name)}(?![\w\[]|\.\w)")
+    return re.sub("|".join(patterns), lambda match: names[match[0]], text) if patterns else text

@@ -131,6 +131,23 @@ def test_what_is_wrong_is_named(url: str, fields: dict[str, Any], param: str) ->
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"max_output_tokens": 2**40}, "max_output_tokens must be"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name must be"),
+        ({"tools": [{"type": "function", "name": "a"}] * 2}, "tools[1].name: there is another"),
+    ],
+)
+def test_the_text_of_an_error_has_the_names_of_this_api(
+    url: str, fields: dict[str, Any], begins: str
+) -> None:
+    message = http.post(url, RESPONSES, body(**fields)).error["message"]
+    assert message.startswith(begins)
+    assert "function" not in message
+    assert "max_tokens" not in message
+
+
 def test_a_stream_that_fails_says_so(url: str, core: CopyEngine) -> None:
     core.break_next = True
     events = http.named_events(http.post(url, RESPONSES, body(stream=True)).body)

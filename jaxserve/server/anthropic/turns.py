@@ -100,7 +100,9 @@ def text_of(where: str, content: str | list[ContentBlock]) -> str:
 def _check_block(where: str, block: ContentBlock, types: tuple[str, ...]) -> None:
     if block.type not in types:
         names = " and ".join(f"'{one}'" for one in types)
-        raise unsupported(f"{where}.type", f"{where}: only blocks of the types {names} are supported here")
+        raise unsupported(
+            f"{where}.type", f"{where}.type: only blocks of the types {names} are supported here"
+        )
     for name in block.__struct_fields__:
         known = name in _FIELDS[block.type] or name in ("type", "cache_control")
         if not known and getattr(block, name) not in (None, []):
