@@ -65,6 +65,8 @@ ApiKey = Annotated[
 Burstiness = Annotated[
     float,
     typer.Option(
+        min=0,
+        max=20,
         help="Deviation / mean of the times between arrivals: 1 is Poisson, more comes in clusters, 0 is a beat.",
         rich_help_panel=_LOAD,
     ),

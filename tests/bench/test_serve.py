@@ -162,6 +162,7 @@ def test_bad_answers_are_counted_and_are_never_good(mode: str, fault: Fault, tmp
     [
         (("serve", "--url", NOBODY, "--ready-timeout", "0.5"), "not ready after 0.5 s"),
         (("serve", "--url", "nonsense"), "'nonsense' is not the URL of a server"),
+        (("serve", "--burstiness", "-1"), "burstiness"),
         (("serve", "--goodput", "ttft:-3"), "--goodput 'ttft:-3'"),
         (("serve", "--goodput", "ttft:1 ttft:2"), "each once"),
         (("serve", "--rate", "1", "--recorded", "1", "--workload", "x"), "contradict each other"),

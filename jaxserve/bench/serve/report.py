@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.bench.environment import describe_host
 from jaxserve.bench.picture import new_figure, save
+from jaxserve.bench.serve.goal import Goal
 from jaxserve.bench.serve.measure import Measured
 from jaxserve.simulation.latencies import percentile_lines
 from jaxserve.workload.traced_request import Workload
@@ -64,9 +65,13 @@ def describe(measured: Measured) -> str:
         "",
         *percentile_lines({"": found}),
         "",
-        f"goodput {found.goodput:.3f} requests/s: {found.within_targets} within {measured.goal}",
+        f"goodput {found.goodput:.3f} requests/s: {found.within_targets} {_kept(measured.goal)}",
     ]
     return "\n".join([*lines, *fault_lines([measured])])
+
+
+def _kept(goal: Goal) -> str:
+    return "whole" if goal == Goal() else f"within {goal}"
 
 
 def describe_sweep(points: Sequence[Measured]) -> str:
