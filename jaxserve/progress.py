@@ -55,6 +55,7 @@ class BarProgress:
     Args:
       stream: where to write; stderr by default, so that stdout carries results only.
       interactive: draw bars; None asks the stream whether it is a terminal.
+      write_line: told each plain line; None prints it to the stream.
       clock: seconds, monotonic.
     """
 
@@ -63,10 +64,12 @@ class BarProgress:
         stream: TextIO | None = None,
         *,
         interactive: bool | None = None,
+        write_line: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._interactive = self._stream.isatty() if interactive is None else interactive
+        self._write = self._print_line if write_line is None else write_line
         self._clock = clock
         self._lock = threading.Lock()
         self._phases: dict[str, _Phase] = {}
@@ -135,7 +138,7 @@ class BarProgress:
             phase.printed_tenth, phase.printed_at = tenth, now
             self._write(f"{what}: {10 * tenth}% ({_count(done, total)})")
 
-    def _write(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
 
 

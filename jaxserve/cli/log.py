@@ -12,11 +12,14 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, TextIO
 
+from jaxserve.progress import BarProgress
+
 _TOLD = (
     "pallas_kernels",  # which attention backend runs
     "jaxserve.memory",  # what it is for
     "jaxserve.executables",  # why programs are compiled again
     "jaxserve.programs",  # when all of them are ready
+    "jaxserve.progress",  # how far the start is, where bars would break the format
 )
 _REQUESTS = "jaxserve.requests"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -117,6 +120,13 @@ def show_log(log_format: LogFormat = LogFormat.text) -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     logging.getLogger(_REQUESTS).propagate = False
     logging.getLogger(_REQUESTS).addHandler(requests)
+
+
+def start_progress(log_format: LogFormat) -> BarProgress:
+    """Shows how far a start is: as ever, or in lines of a log whose every line is an object."""
+    if log_format is LogFormat.text:
+        return BarProgress()
+    return BarProgress(interactive=False, write_line=logging.getLogger("jaxserve.progress").info)
 
 
 def _notice(name: str, text: str) -> logging.LogRecord:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import engine_options as options
-from jaxserve.cli.log import LogFormat, show_log
+from jaxserve.cli.log import LogFormat, show_log, start_progress
 
 PANEL = "Server"
 
@@ -207,7 +207,6 @@ def serve(
     from jaxserve.batch_jobs.api import BatchApi
     from jaxserve.device.profiler import start_trace, stop_trace
     from jaxserve.engine_factory import create_engine
-    from jaxserve.progress import BarProgress
     from jaxserve.request import ServiceTargets
     from jaxserve.server.api_keys import DEFAULT_KEY_NAME, make_api_keys, read_key_file
     from jaxserve.server.app import ServerOptions
@@ -278,7 +277,7 @@ def serve(
     if data_dir is not None:
         extensions.append(BatchApi(data_dir))
     with sock:
-        with BarProgress() as progress:
+        with start_progress(log_format) as progress:
             engine = create_engine(
                 model,
                 config,
