@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, JaxserveError
 from jaxserve.request import SamplingParams
 
 COMMANDS = "/system TEXT sets the system prompt, /reset forgets the conversation, /exit leaves"
@@ -127,6 +127,10 @@ class ChatSession:
                 raise
             self.notice(f"error: {error}")
             return
+        except JaxserveError:
+            if pieces:  # the error has a line of its own
+                self.write("\n")
+            raise
         self.write("\n")
         if interrupted():
             self.notice("(stopped)")

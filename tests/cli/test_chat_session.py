@@ -116,6 +116,25 @@ def test_what_cannot_be_mended_by_typing_ends_the_session(error: Exception, inte
         talk(Parrot(before_piece=fail), "hello", interactive=interactive)
 
 
+def test_an_error_does_not_follow_in_the_line_of_a_half_answer() -> None:
+    def fail(index: int) -> None:
+        if index == 1:
+            raise EngineDeadError("it has stopped")
+
+    screen = Screen()
+    session = ChatSession(
+        answerer=Parrot(before_piece=fail),
+        settings=ChatSettings(max_tokens=8),
+        conversation=Conversation(),
+        write=screen.write,
+        notice=screen.notices.append,
+        interactive=False,
+    )
+    with pytest.raises(EngineDeadError):
+        session.run(["one two"])
+    assert screen.text == "one \n"
+
+
 def test_ctrl_c_stops_one_answer_and_keeps_what_was_said() -> None:
     def interrupt(index: int) -> None:
         if index == 1 and len(parrot.asked) == 1:
