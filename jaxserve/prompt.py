@@ -22,7 +22,15 @@ class PromptTokens:
 
 
 def as_prompts(prompts: Any) -> Sequence[Prompt]:
-    """A single prompt as a list of one; a list of integers is a single prompt."""
+    """A single prompt as a list of one; a list of integers is a single prompt.
+
+    Raises:
+      InvalidRequestError: it is neither a prompt nor a list of them; names `prompt`.
+    """
+    if not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        raise InvalidRequestError(
+            f"prompts are text, token ids, or a list of such, got {type(prompts).__name__}", param="prompt"
+        )
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and _is_token_id(prompts[0])):
         return [prompts]
     return prompts

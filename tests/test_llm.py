@@ -235,6 +235,14 @@ def test_an_invalid_prompt_is_named_and_nothing_runs(llm, bad, why):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("nothing", [None, 7, (text for text in ["a"]), {"a"}])
+def test_what_is_neither_a_prompt_nor_a_list_is_refused(llm, nothing):
+    for ask in (llm.generate, llm.embed):
+        with pytest.raises(InvalidRequestError, match=f"got {type(nothing).__name__}") as caught:
+            ask(nothing, progress=False)
+        assert caught.value.param == "prompt"
+
+
 def test_an_invalid_conversation_is_named(llm):
     fine = [{"role": "user", "content": "x"}]
     with pytest.raises(InvalidRequestError, match=r"^conversation 1: messages\[0\].role"):
