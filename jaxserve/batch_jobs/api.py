@@ -30,6 +30,10 @@ MAX_NAME_CHARS = 255
 MAX_IN_FLIGHT = 128
 MAX_METADATA = 16
 DEFAULT_PAGE, MAX_PAGE = 20, 100
+_PAGE_QUERY: dict[str, dict[str, Any]] = {  # what a list takes
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
+    "after": {"type": "string"},
+}
 _PIECE_BYTES = 64 * 1024
 _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
 
@@ -62,7 +66,13 @@ class BatchApi:
 
     operations: tuple[Operation, ...] = (
         Operation("post", "/v1/files", "Upload a file.", uploads=True, errors=(400, 413, 507)),
-        Operation("get", "/v1/files", "The files, the newest first.", errors=(400,)),
+        Operation(
+            "get",
+            "/v1/files",
+            "The files, the newest first.",
+            query={**_PAGE_QUERY, "purpose": {"type": "string"}, "order": {"enum": ["asc", "desc"]}},
+            errors=(400,),
+        ),
         Operation("get", "/v1/files/{id}", "One of them.", errors=(404,)),
         Operation("delete", "/v1/files/{id}", "Delete it.", errors=(400, 404, 507)),
         Operation(
@@ -73,7 +83,7 @@ class BatchApi:
             errors=(404,),
         ),
         Operation("post", "/v1/batches", "Run the lines of a file.", BatchBody, errors=(400, 404, 413, 507)),
-        Operation("get", "/v1/batches", "The batches, the newest first.", errors=(400,)),
+        Operation("get", "/v1/batches", "The batches, the newest first.", query=_PAGE_QUERY, errors=(400,)),
         Operation("get", "/v1/batches/{id}", "How far one is.", errors=(404,)),
         Operation("post", "/v1/batches/{id}/cancel", "Stop it.", errors=(404, 409, 507)),
     )
@@ -291,7 +301,7 @@ def _page[Stored: (StoredFile, StoredBatch)](
 ) -> web.Response:
     """The part of a list that `limit` and `after` ask for; any other part of the query must be one of `further`."""
     for name in request.query:
-        if name not in ("limit", "after", *further):
+        if name not in (*_PAGE_QUERY, *further):
             raise InvalidRequestError(f"unknown field {name!r}", param=name, code="unknown_field")
     text = request.query.get("limit", str(DEFAULT_PAGE))
     limit = int(text) if _NUMBER.fullmatch(text) else 0

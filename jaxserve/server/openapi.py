@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ class Operation:
       content_type: of an answer that is not JSON.
       uploads: the body is a form with a file and its purpose.
       streams: the answer may be a stream of events.
+      query: schemas of what may follow `?`, by name.
       errors: statuses besides 401 and 500.
       error: the type of their body; None: an object that is described elsewhere.
       is_open: needs no key.
@@ -54,6 +56,7 @@ class Operation:
     content_type: str = "application/json"
     streams: bool = False
     uploads: bool = False
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     errors: tuple[int, ...] = ()
     error: type[msgspec.Struct] | None = ErrorBody
     is_open: bool = False
@@ -186,12 +189,14 @@ def _operation(
         fields = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
         form = {"type": "object", "properties": fields, "required": list(fields)}
         result["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
-    names = _PARAMETER.findall(one.path)
-    if names:
-        text = {"type": "string", "minLength": 1}
-        result["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": text} for name in names
-        ]
+    text = {"type": "string", "minLength": 1}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in _PARAMETER.findall(one.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in one.query.items()]
+    if parameters:
+        result["parameters"] = parameters
     return result
 
 

@@ -478,3 +478,11 @@ def test_the_document_names_its_routes(running: Running) -> None:
         if route.resource is not None and route.method != "HEAD"
     }
     assert described == served
+    for path, more in (("/v1/files", {"purpose", "order"}), ("/v1/batches", set())):
+        takes = {one["name"]: one for one in document["paths"][path]["get"]["parameters"]}
+        assert set(takes) == {"limit", "after"} | more
+        assert all(one["in"] == "query" for one in takes.values())
+        at_most = takes["limit"]["schema"]["maximum"]
+        for limit, status in ((at_most, 200), (at_most + 1, 400)):
+            url = f"{path}?limit={limit}"
+            assert http.request(running.url, "GET", url, headers={"X-Api-Key": "a"}).status == status
