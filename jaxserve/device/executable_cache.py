@@ -28,6 +28,7 @@ from jaxserve.device.program_manifest import describe_differences, shorten
 logger = logging.getLogger("jaxserve.executables")
 
 _CHECKSUM_BYTES = 32
+PARTIAL = "partial-"  # begins the names of files that are being written
 
 
 class ExecutableCache:
@@ -45,8 +46,9 @@ class ExecutableCache:
         text = json.dumps(manifest, sort_keys=True, indent=1)
         self._in_use = ExitStack()
         self.directory = root / hashlib.sha256(text.encode()).hexdigest()[:32]
-        self._usable = self._prepare(root, text)
-        if self._usable and not _has_programs(self.directory):
+        self._trusted = self._prepare(root, text)
+        self._told: set[tuple[type[Exception], int | None]] = set()  # why something was not kept
+        if self._trusted and not _has_programs(self.directory):
             _tell_why(root, manifest)
 
     def load(self, name: str, in_tree: Any, out_tree: Any) -> Any | None:
@@ -72,7 +74,7 @@ class ExecutableCache:
         return self._read(name) is not None
 
     def _read(self, name: str) -> bytes | None:
-        if not self._usable:
+        if not self._trusted:
             return None
         try:
             blob = (self.directory / f"{name}.bin").read_bytes()
@@ -92,19 +94,22 @@ class ExecutableCache:
         )
 
     def store(self, name: str, compiled: Any) -> None:
-        """Keep a program. A full or read-only disk costs the next start its time, nothing else."""
-        if not self._usable:
+        """Keep a program. One that can't be kept costs the next start its time, nothing else: others are loaded and
+        kept as before, and the same reason is told once."""
+        if not self._trusted:
             return
         try:
             payload = serialize_executable.serialize(compiled)[0]
             self._write(f"{name}.bin", hashlib.sha256(payload).digest() + payload)
         except Exception as error:  # a platform whose programs can't be stored serves all the same
-            logger.warning("compiled programs are not kept: %s", error)
-            self._usable = False
+            reason = type(error), getattr(error, "errno", None)
+            if reason not in self._told:
+                self._told.add(reason)
+                logger.warning("compiled programs are not kept: %s", error)
 
     def _write(self, name: str, blob: bytes) -> None:
         """All of a file or nothing of it: readers never meet a part."""
-        descriptor, partial = tempfile.mkstemp(dir=self.directory)
+        descriptor, partial = tempfile.mkstemp(dir=self.directory, prefix=PARTIAL)
         try:
             with open(descriptor, "wb") as file:
                 file.write(blob)
@@ -124,6 +129,8 @@ class ExecutableCache:
             with changing(root):
                 self.directory.mkdir(mode=0o700, exist_ok=True)
                 trusted = _is_ours_alone(self.directory)
+                if trusted and not file_lock.in_use(self.directory):
+                    _remove_partial(self.directory)
                 self._in_use.enter_context(file_lock.shared(self.directory))
             if trusted and _read_bytes(self.directory / MANIFEST) != manifest.encode():
                 self._write(MANIFEST, manifest.encode())
@@ -144,6 +151,13 @@ def _is_ours_alone(folder: Path) -> bool:
         return True
     logger.warning("%s could be written by others: compiled programs are not kept there", folder)
     return False
+
+
+def _remove_partial(directory: Path) -> None:
+    """Files whose writers were killed: nobody else is there."""
+    for file in directory.glob(f"{PARTIAL}*"):
+        with suppress(OSError):  # read-only
+            file.unlink()
 
 
 def _has_programs(directory: Path) -> bool:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from jaxserve.device import executable_cache
 from jaxserve.device.executable_cache import ExecutableCache
 from tests.conftest import REPOSITORY
+from tests.ordinary_user import ordinary_user
 
 MANIFEST = {"what": "test"}
 ABSTRACT = (jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32))
@@ -112,6 +112,8 @@ def test_a_folder_in_place_of_a_file_is_not_fatal(tmp_path: Path, program: Any) 
     assert load(cache) is None
     cache.store("p", program)
     assert load(cache) is None
+    cache.store("q", program)  # B232: one file that is in the way stops no other from being kept
+    check_program(load(cache, "q"))
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077, 0o000])
@@ -160,21 +162,6 @@ def test_a_folder_of_another_user_is_not_trusted(tmp_path: Path, program: Any) -
     assert load(ExecutableCache(root, MANIFEST)) is None
 
 
-@contextlib.contextmanager
-def ordinary_user() -> Iterator[Path]:
-    """A folder in which file permissions count, also for tests that root runs."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        was_root = os.geteuid() == 0
-        if was_root:
-            os.seteuid(65534)
-        try:
-            yield Path(name)
-        finally:
-            if was_root:
-                os.seteuid(0)
-
-
 def test_a_read_only_cache_is_read(program: Any, caplog: pytest.LogCaptureFixture) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "cache"
@@ -189,6 +176,7 @@ def test_a_read_only_cache_is_read(program: Any, caplog: pytest.LogCaptureFixtur
                 cache = ExecutableCache(root, MANIFEST)
                 check_program(load(cache))
                 cache.store("q", program)
+                check_program(load(cache))  # also behind one that was missing and could not be kept
         finally:
             for path in (Path(name), root, folder):
                 path.chmod(0o700)
@@ -228,20 +216,25 @@ def test_a_disk_that_fills_up_leaves_no_partial_file(
         cache.store("q", program)
     assert caplog.text.count("No space left") == 1, "once is enough"
     assert [file.name for file in folder_of(tmp_path / "cache").iterdir()] == ["manifest.json"]
+    cache.store("p", program)
+    check_program(load(cache))  # there is room again
 
 
 def test_a_program_that_cannot_be_serialised_is_no_reason_to_stop(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, program: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Platforms differ in what they can store; a program with a callback into Python never can be."""
+    """Platforms differ in what they can store; a program with a callback into Python never can be. Others are kept."""
 
     def talk(x: jax.Array) -> jax.Array:
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x)
 
     compiled = jax.jit(talk).lower(jnp.float32(1)).compile()
     with caplog.at_level(logging.WARNING):
-        ExecutableCache(tmp_path / "cache", MANIFEST).store("p", compiled)
+        cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+        cache.store("p", compiled)
     assert "not kept" in caplog.text
+    cache.store("q", program)
+    check_program(load(cache, "q"))
 
 
 WRITER = """
@@ -311,6 +304,22 @@ def test_what_a_killed_writer_leaves_is_not_trusted(tmp_path: Path, program: Any
     check_program(load(fresh, "q"))
     fresh.store("p", program)
     check_program(load(fresh))
+
+
+def test_what_killed_writers_leave_is_removed_once_nobody_can_be_writing_it(
+    tmp_path: Path, program: Any
+) -> None:
+    """B232: or a process that is killed at every start would fill the disk."""
+    cache = ExecutableCache(tmp_path / "cache", MANIFEST)
+    cache.store("q", program)
+    partial = folder_of(tmp_path / "cache") / f"{executable_cache.PARTIAL}abcdefgh"
+    partial.write_bytes(bytes(1000))
+    ExecutableCache(tmp_path / "cache", MANIFEST).close()
+    assert partial.exists(), "the first one is still there, and may be at it"
+    cache.close()
+    again = ExecutableCache(tmp_path / "cache", MANIFEST)
+    assert sorted(file.name for file in partial.parent.iterdir()) == ["manifest.json", "q.bin"]
+    check_program(load(again, "q"))
 
 
 BASE = {"jaxlib": "1", "sources": {"step.py": "a"}, "model": {"layers": 2, "width": 8}, "seqs": 64}
