@@ -56,6 +56,7 @@ def create_engine(
     device = facts_of(jax.local_devices()[0])
     setup = set_up(model, options, device, store=store, progress=progress)
     checkpoint, config = setup.checkpoint, setup.config
+    tokenizer = checkpoint.load_tokenizer()  # now, because its chat template may be wrong
     recorder = StepRecorder(Path(options.record_steps), step_limits(config)) if options.record_steps else None
     recording = recording_options(model, options)
     plan = plan_memory_of(setup, options, progress)
@@ -91,7 +92,7 @@ def create_engine(
         config=config,
         model_config=checkpoint.config,
         generation=checkpoint.generation,
-        tokenizer=checkpoint.load_tokenizer(),
+        tokenizer=tokenizer,
         runner=runner,
         buckets=runner.buckets,
         num_blocks=plan.num_blocks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import shutil
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,14 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.device.compiled import CompileCounter
 from jaxserve.engine_factory import create_engine
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, OverloadedError, QueueFullError
+from jaxserve.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueFullError,
+)
 from jaxserve.request import FinishReason, GenerationRequest, SamplingParams, ServiceTargets
 from tests.engine_harness import VOCAB, ask, assert_as_solo, assert_idle, prompt_ids, run
 
@@ -462,6 +470,7 @@ def test_engines_come_and_go(make_engine):
     tokens = []
     for _ in range(3):
         engine = make_engine()
+        assert not tokens or engine.stats.compilations == 0, "B233: it has been compiled before"
         assert _device_bytes() > before + 10**6
         tokens.append(run(engine, [ask("a", 20, 10)])["a", 0].token_ids)
         engine.submit(ask("unfinished", 20, 10))
@@ -536,6 +545,17 @@ def test_an_unknown_attention_backend_is_refused_before_anything_is_loaded(tiny_
             EngineConfig(attention_backend="pallas"),
             progress=lambda what, done, total: told.append(what),
         )
+    assert told == []
+
+
+def test_a_chat_template_with_an_error_is_refused_before_anything_is_loaded(tiny_huggingface_dir, tmp_path):
+    """B155: not after the minutes that weights and programs may take."""
+    directory = shutil.copytree(tiny_huggingface_dir, tmp_path / "model")
+    (directory / "chat_template.jinja").write_text("{% for message in messages %}")
+    told = []
+    with pytest.raises(CheckpointError, match="chat template") as caught:
+        create_engine(directory, CHECKPOINT_OPTIONS, progress=lambda what, done, total: told.append(what))
+    assert str(directory) in str(caught.value)
     assert told == []
 
 
