@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxserve.config import GenerationDefaults, ModelConfig, RopeConfig, RopeType
-from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.errors import CheckpointError, ConfigError, InvalidRequestError
 from jaxserve.models.registry import supported_architectures
+from jaxserve.request import SamplingParams
 
 _ARCHITECTURE_OF_MODEL_TYPE = {"llama": "LlamaForCausalLM"}
 _ACTIVATIONS = {
@@ -270,7 +271,7 @@ def parse_generation_defaults(
       config: content of `config.json`.
 
     Raises:
-      CheckpointError: a value of the wrong type.
+      CheckpointError: a value of the wrong type, or that no request may ask for.
     """
     read = _Reader(generation, where)
     ids = [*_token_ids(read, "eos_token_id"), *_token_ids(_Reader(config, where), "eos_token_id")]
@@ -284,12 +285,12 @@ def parse_generation_defaults(
     top_p = read.optional_number("top_p")
     top_k = read.optional_integer("top_k", minimum=-1)
     penalty = read.optional_number("repetition_penalty")
-    if temperature is not None and temperature < 0:
-        raise read.fail(f"temperature must not be negative, got {temperature}")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise read.fail(f"top_p must be between 0 and 1, got {top_p}")
-    if penalty is not None and penalty <= 0:
-        raise read.fail(f"repetition_penalty must be greater than 0, got {penalty}")
+    values = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": penalty}
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    try:
+        SamplingParams(**given)  # else every request that leaves them to the model would be refused
+    except InvalidRequestError as error:
+        raise read.fail(str(error)) from error
     return GenerationDefaults(
         eos_token_ids=tuple(dict.fromkeys(i for i in ids if i < vocab_size)),
         bos_token_id=next((i for i in bos if i < vocab_size), None),

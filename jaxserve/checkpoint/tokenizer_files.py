@@ -152,7 +152,7 @@ def _settle_bos(backend: Backend, bos: str | None, wanted: object) -> bool:
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     jinja = directory / "chat_template.jinja"
-    if jinja.exists():
+    if jinja.exists() or jinja.is_symlink():
         try:
             return jinja.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

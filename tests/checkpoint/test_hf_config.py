@@ -217,11 +217,15 @@ def test_sampling_values_arrive_unless_the_model_is_said_not_to_sample():
         {"eos_token_id": [5, None]},
         {"temperature": "hot"},
         {"temperature": -1.0},
+        {"temperature": 101.0},
         {"top_p": 1.5},
         {"top_k": 1.5},
+        {"top_k": 2**31},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-9},
     ],
 )
-def test_ill_typed_generation_values_are_named(values):
+def test_generation_values_that_no_request_may_have_are_named(values):
+    """Every request that names none of its own would be refused for them, as if it were the client's fault."""
     with pytest.raises(CheckpointError, match=f"generation_config.json: {next(iter(values))}"):
         defaults(values, {})

@@ -132,6 +132,17 @@ def test_a_chat_template_in_any_place(model, place):
     ]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json"],
+)
+def test_a_link_that_leads_nowhere_is_no_file_left_out(model, name):
+    """As a download that broke off leaves it: the model would chat in another form, or not at all."""
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to(model / "gone")
+    refuse(model, name)
+
+
 def test_a_chat_template_with_a_syntax_error_is_refused(model):
     (model / "chat_template.jinja").write_text("{% for m in messages %}")
     refuse(model, "template")
