@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 # After the engine's death: time for clients to read their error events and for a probe to see /health at 503.
 DEATH_GRACE_SECONDS = 5.0
 EXIT_ENGINE_DEAD = 1
+# A peer that is silent is asked whether it is still there, after so many seconds; then so often, so many times.
+# One that is only slow answers, even while it reads nothing. (The kernel's own first question comes after two hours.)
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,20 @@ def bind(host: str, port: int) -> socket.socket:
         raise _cannot_listen(host, port, error) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _ask_silent_peers(sock)
         sock.bind(address)
     except OSError as error:
         sock.close()
         raise _cannot_listen(host, port, error) from None
     return sock
+
+
+def _ask_silent_peers(sock: socket.socket) -> None:
+    """Have connections accepted from it end when the machine behind one is gone, which no packet tells of."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # not every system has them
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def run_server(

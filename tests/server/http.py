@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,6 +88,23 @@ def stream(base_url: str, path: str, body: dict[str, Any], **kwargs: Any) -> lis
     assert reply.status == 200, reply.body
     assert reply.headers["content-type"].startswith("text/event-stream")
     return events(reply.body)
+
+
+def timed_stream(base_url: str, path: str, body: dict[str, Any]) -> tuple[list[float], list[Any]]:
+    """As `stream`, and when each piece of it came (`time.monotonic()`)."""
+    parts = urlsplit(base_url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    try:
+        data = json.dumps({**body, "stream": True})
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        times, raw = [], b""
+        while piece := response.read1(65536):
+            times.append(time.monotonic())
+            raw += piece
+        return times, events(raw)
+    finally:
+        connection.close()
 
 
 def open_socket(

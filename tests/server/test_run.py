@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -106,10 +107,14 @@ def test_a_signal_lets_streams_end_and_exits_with_0(
 ) -> None:
     process = processes.start()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(http.stream, process.base_url, COMPLETIONS, LONG)
+        running = pool.submit(http.timed_stream, process.base_url, COMPLETIONS, LONG)
         wait_until_running(process)
         process.popen.send_signal(number)
-        assert running.result(60)[-1]["choices"][0]["finish_reason"] == "length"  # and [DONE]
+        signalled = time.monotonic()
+        times, chunks = running.result(60)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"  # and [DONE]
+    gaps = [later - earlier for earlier, later in pairwise([signalled, *(t for t in times if t > signalled)])]
+    assert max(gaps) < sum(gaps) / 2, "what was left came at once, at the end"
     assert process.popen.wait(20) == 0
 
 
@@ -307,6 +312,19 @@ def test_an_address_that_is_taken_or_wrong_is_one_line() -> None:
     for host in ("203.0.113.7", "no such host", "x" * 300):
         with pytest.raises(ConfigError, match="can't listen"):
             bind(host, 0)
+
+
+def test_a_client_whose_machine_is_gone_is_given_up_within_half_a_minute() -> None:
+    """B101: no packet tells of it. (Where part of an answer is on its way, the kernel notices later by itself.)"""
+    with bind("127.0.0.1", 0) as sock:
+        sock.listen()
+        with socket.create_connection(sock.getsockname()), sock.accept()[0] as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle, interval, count = (
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+    assert idle + interval * count <= 30
 
 
 def test_addresses_are_written_as_urls() -> None:
