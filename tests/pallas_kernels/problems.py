@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ __all__ = [
     "last_chunk",
     "make_problem",
     "padded_to",
+    "products",
     "quantised",
     "run",
     "run_decode",
@@ -47,6 +50,18 @@ def decoded(problem: Problem, count: int) -> Problem:
         num_decodes=count,
         num_seqs=count,
     )
+
+
+def products(jaxpr: Any) -> Iterator[Any]:
+    """Every matrix product of a traced function, those of loops and kernels in it as well."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)  # of a closed one
+                if hasattr(inner, "eqns"):
+                    yield from products(inner)
 
 
 def last_chunk(problem: Problem, count: int) -> Problem:

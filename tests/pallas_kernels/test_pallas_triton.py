@@ -4,6 +4,7 @@ and lowered for GPUs that are not here."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from tests.pallas_kernels.problems import (
     in_dtype,
     make_problem,
     padded_to,
+    products,
     quantised,
     run,
     run_decode,
@@ -247,6 +249,16 @@ def test_lowers_for_an_a100(kv_dtype: str) -> None:
     _lowered(AttentionSpec(32, 8, 128, 16, "bfloat16", kv_dtype), A100, "NVIDIA A100")
 
 
+def test_every_float32_product_is_full_precision() -> None:
+    """B136: without TF32, which the interpreter could not show."""
+    spec = AttentionSpec(9, 3, 64, 16, "float32", "float32")
+    found = list(products(_traced(spec, H200, "NVIDIA H200").jaxpr))
+    assert len(found) >= 4, "scores and values, of decode rows and of chunks"
+    assert {precision for each in found for precision in each.params["precision"] or (None,)} == {
+        jax.lax.Precision.HIGHEST
+    }
+
+
 def test_says_what_it_does_not_run() -> None:
     spec = AttentionSpec(32, 8, 128, 16, "bfloat16", "bfloat16")
 
@@ -274,10 +286,21 @@ def test_refuses_a_cache_whose_offsets_overflow() -> None:
     _lowered(spec, H200, "NVIDIA H200", num_blocks=2**31 // (8 * 16 * 128))
 
 
-def _lowered(
-    spec: AttentionSpec, device: DeviceFacts, device_kind: str, *, num_blocks: int = 1000, **features
-) -> str:
+def _lowered(spec: AttentionSpec, device: DeviceFacts, device_kind: str, **changes) -> str:
     """StableHLO for a GPU of that kind, of a call of 64 tokens and 8 sequences."""
+    with jax.sharding.use_abstract_mesh(_mesh(device, device_kind)):
+        return _traced(spec, device, device_kind, **changes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _mesh(device: DeviceFacts, device_kind: str) -> AbstractMesh:
+    assert device.num_sms is not None
+    gpu = AbstractDevice(device_kind=device_kind, num_cores=device.num_sms, platform="gpu")
+    return AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=gpu)
+
+
+def _traced(
+    spec: AttentionSpec, device: DeviceFacts, device_kind: str, *, num_blocks: int = 1000, **features
+) -> Any:
     backend = resolve_backend("pallas-triton", spec=spec, device=device)
     array = jax.ShapeDtypeStruct
     cache = array((num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim), spec.kv_dtype)
@@ -288,11 +311,8 @@ def _lowered(
             q, k_cache, v_cache, scale=0.1, backend=backend, **arguments, **features
         )
 
-    assert device.num_sms is not None
-    gpu = AbstractDevice(device_kind=device_kind, num_cores=device.num_sms, platform="gpu")
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=gpu)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(call).trace(
+    with jax.sharding.use_abstract_mesh(_mesh(device, device_kind)):
+        return jax.jit(call).trace(
             array((64, spec.num_heads, spec.head_dim), spec.dtype),
             cache,
             cache,
@@ -304,4 +324,3 @@ def _lowered(
             k_scale=scale,
             v_scale=scale,
         )
-        return traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import XLA
+from pallas_kernels.paged_attention import XLA, Backend, ragged_paged_attention
 from tests.pallas_kernels.problems import (
     Problem,
     appended_to,
@@ -19,6 +23,7 @@ from tests.pallas_kernels.problems import (
     last_chunk,
     make_problem,
     padded_to,
+    products,
     quantised,
     run,
     run_decode,
@@ -144,6 +149,44 @@ def test_deterministic_rows_do_not_depend_on_how_they_are_computed(kv_heads, gro
     for count in (2, 9):
         np.testing.assert_array_equal(run(decoded(whole, count), backend), rows[-count:])
     np.testing.assert_array_equal(run(last_chunk(whole, 5), backend), rows[-5:])
+
+
+def _traced(*, tokens: int, seqs: int, backend: Backend = XLA) -> Any:
+    """A float32 call of that size, for nobody to run."""
+    array = jax.ShapeDtypeStruct
+    cache = array((2000, 3, 16, 64), jnp.float32)
+    return jax.jit(partial(ragged_paged_attention, scale=0.1, backend=backend)).trace(
+        array((tokens, 9, 64), jnp.float32),
+        cache,
+        cache,
+        block_tables_SB=array((seqs, 32), jnp.int32),
+        seq_lens_S=array((seqs,), jnp.int32),
+        cu_q_lens=array((seqs + 1,), jnp.int32),
+        num_decodes=array((), jnp.int32),
+        num_seqs=array((), jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("tokens_each", [1, 16])
+def test_memory_grows_as_the_batch_does(tokens_each: int) -> None:
+    """B210: scores, or a mask, of every token of a batch against every other's would grow with its square."""
+    few, many = (
+        _traced(tokens=tokens_each * seqs, seqs=seqs).lower().compile().memory_analysis().temp_size_in_bytes
+        for seqs in (16, 256)
+    )
+    assert few > 0
+    assert many < 16 * few * 1.5
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_float32_product_is_full_precision(deterministic: bool) -> None:
+    """B136: one left at the default would be rounded to TF32 on a GPU, which no CPU run could show."""
+    backend = dataclasses.replace(XLA, deterministic=deterministic)
+    found = list(products(_traced(tokens=32, seqs=4, backend=backend).jaxpr))
+    assert len(found) >= 4, "scores and values, of decode rows and of chunks"
+    assert {precision for each in found for precision in each.params["precision"] or (None,)} == {
+        jax.lax.Precision.HIGHEST
+    }
 
 
 def test_decode_is_the_ragged_case_of_single_rows() -> None:
