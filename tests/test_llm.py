@@ -174,6 +174,14 @@ def test_logprobs_and_prompt_logprobs_are_passed_on(llm):
     assert [entry.token_id for entry in result.prompt_logprobs[1:]] == ids[1:]
 
 
+def test_cached_tokens_are_reported_whole_and_streamed(llm):
+    """B177."""
+    ids = list(range(20, 60))
+    counts = [llm.generate([ids], params(), progress=False)[0].num_cached_tokens for _ in range(2)]
+    assert counts == [0, 36]  # full blocks, and a token is left to compute
+    assert {piece.num_cached_tokens for piece in llm.stream(ids, params())} == {36}
+
+
 def test_a_stop_string_ends_the_text_tokens_and_request(llm):
     text = llm.generate("a", params(max_tokens=30), progress=False)[0].text
     stop = text[10:13]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -247,6 +248,31 @@ def test_eos_in_the_middle_is_text_where_it_is_ignored():
     result.step([EOS])
     result.step(smollm2().encode("on"), FinishReason.LENGTH)
     assert result.text == "<|im_end|>on"
+
+
+def test_a_token_takes_as_much_memory_to_process_however_many_came_before():
+    """B159: nothing of the output so far is gone through, or copied, again; stop strings and logprobs included."""
+    request = make_request(stop=("@@@", "the end"), logprobs=0, max_tokens=9000)
+    ids = itertools.cycle(smollm2().encode("The quick brown fox 🦩 jumps over the @@ dog. "))
+    processor = OutputProcessor(smollm2())
+    processor.add(request)
+
+    def most_bytes(count: int) -> int:
+        """While so many tokens are processed one by one."""
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        for token in itertools.islice(ids, count):
+            processor.process([RequestUpdate(request, [token], [logprob(token)])])
+        return tracemalloc.get_traced_memory()[1] - before
+
+    most_bytes(100)
+    tracemalloc.start()
+    try:
+        early = most_bytes(100)
+        most_bytes(6000)
+        assert most_bytes(100) < early + 500
+    finally:
+        tracemalloc.stop()
 
 
 def test_held_text_comes_with_the_end():

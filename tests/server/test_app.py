@@ -17,6 +17,7 @@ from jaxserve.tokenizer import Tokenizer
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
 from tests.server.running_server import RunningServer
+from tests.text_models import smollm2_with_template
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -104,6 +105,38 @@ def test_the_server_answers_while_huge_bodies_come_in(base_url: str, core: CopyE
     core.step_seconds = 0.0
     # Tokenising these would take many seconds; on the loop, one probe would have waited for all of it.
     assert max(delays) < 2.0
+
+
+def test_a_model_without_a_chat_template_still_completes() -> None:
+    """B155."""
+    with RunningServer(CopyEngine(smollm2_with_template(None))) as server:
+        for stream in (False, True):
+            body = {"model": "copy", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            refused = http.post(server.base_url, CHAT, body)
+            assert (refused.status, refused.error["code"]) == (400, "no_chat_template")
+            assert http.post(server.base_url, COMPLETIONS, {**BODY, "stream": stream}).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_chat_template_refuses_is_told_in_its_words(stream: bool) -> None:
+    """B155: on every endpoint that uses it; whoever asks for nothing of the kind is served."""
+    source = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn here') }}{% endif %}"
+        "{{ messages[-1].content }}"
+    )
+    user = {"role": "user", "content": "hi"}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "system", "content": "Be brief."}, user]},
+        "/v1/responses": {"instructions": "Be brief.", "input": "hi"},
+        "/v1/messages": {"system": "Be brief.", "messages": [user], "max_tokens": 2},
+    }
+    with RunningServer(CopyEngine(smollm2_with_template(source))) as server:
+        for path, body in bodies.items():
+            refused = http.post(server.base_url, path, {"model": "copy", "stream": stream, **body})
+            assert refused.status == 400, path
+            assert "no system turn here" in refused.json["error"]["message"]
+        plain = {"model": "copy", "messages": [user], "max_tokens": 2, "stream": stream}
+        assert http.post(server.base_url, CHAT, plain).status == 200
 
 
 def test_two_thousand_characters_of_metadata_are_no_trouble(base_url: str) -> None:

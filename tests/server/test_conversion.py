@@ -172,6 +172,30 @@ def test_the_size_of_an_answer_is_limited(front: Front) -> None:
         front.chat(n=128, logprobs=True, top_logprobs=20)
 
 
+OUT_OF_RANGE: list[tuple[str, tuple[float, ...]]] = [
+    ("temperature", (-0.1, 100.1)),
+    ("top_p", (-0.1, 1.1)),
+    ("min_p", (-0.1, 1.1)),
+    ("top_k", (-2, 2**31)),
+    ("presence_penalty", (-2.1, 2.1, 100)),
+    ("frequency_penalty", (-2.1, 2.1, 100)),
+    ("repetition_penalty", (0, -0.0, -1, 1e-7, 1e-9, 1e7, 1e9)),
+]
+
+
+@pytest.mark.parametrize(("field", "values"), OUT_OF_RANGE)
+def test_a_number_out_of_its_range_is_refused_by_name(
+    front: Front, field: str, values: tuple[float, ...]
+) -> None:
+    """B041: a repetition penalty of 0 would be divided by."""
+    for value in values:
+        for make in (front.chat, front.completion):
+            with pytest.raises(InvalidRequestError) as caught:
+                make(**{field: value})
+            assert caught.value.param == field
+            assert to_api_error(caught.value).status == 400
+
+
 BAD_BIAS: list[Any] = [
     {"49152": 5},
     {"-1": 5},
