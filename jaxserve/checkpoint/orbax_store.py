@@ -217,10 +217,6 @@ class StoreWeights:
         data = (self.store / self._manifest.data).absolute()
         if progress is not None:
             progress("Loading weights", 0, len(self.specs))
-        if not data.is_dir():
-            raise CheckpointError(
-                f"{self.store}: the model was replaced while it was being opened; open it again"
-            )
         try:
             with file_lock.shared(data), _checkpointer() as checkpointer:
                 self._check_tree(checkpointer, data / "params")
@@ -232,8 +228,21 @@ class StoreWeights:
                     done += len(part)
                     if progress is not None:
                         progress("Loading weights", done, len(self.specs))
-        except OSError as error:
-            raise CheckpointError(f"{data}: cannot be read ({error.strerror or error})") from error
+        except (OSError, CheckpointError) as error:
+            if self._is_replaced():  # then its data is being removed, or has been
+                raise CheckpointError(
+                    f"{self.store}: the model was replaced while it was being opened; open it again"
+                ) from error
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{data}: cannot be read ({error.strerror or error})") from error
+            raise
+
+    def _is_replaced(self) -> bool:
+        """Whether the manifest names other data by now, or is gone with it."""
+        try:
+            return read_json_object(self.store / MANIFEST_NAME).get("data") != self._manifest.data
+        except CheckpointError:
+            return not (self.store / self._manifest.data).is_dir()
 
     def _parts(self) -> Iterator[list[WeightSpec]]:
         """The leaves in groups of `_PART_BYTES` as stored, or a single larger one."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -302,6 +303,27 @@ def test_a_conversion_that_is_killed_leaves_the_previous_model(sources, store, p
     convert(sources["b"][0], store)
     assert_same(open_checkpoint(store).load_params("float32"), sources["b"][1])
     assert len(data_folders(store)) == 1
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_one_replaced_between_opening_and_reading_says_so(store, sources, monkeypatch, is_marked):
+    """Its data goes away before the reader has marked it as in use, or right after a writer has looked for marks."""
+    opened, shared = open_checkpoint(store), file_lock.shared
+
+    @contextmanager
+    def replaced_meanwhile(directory):
+        monkeypatch.setattr(file_lock, "shared", shared)  # the writer reads, too
+        if not is_marked:
+            convert(sources["b"][0], store)
+        with shared(directory):
+            if is_marked:
+                monkeypatch.setattr(file_lock, "in_use", lambda directory: False)
+                convert(sources["b"][0], store)
+            yield
+
+    monkeypatch.setattr(file_lock, "shared", replaced_meanwhile)
+    with pytest.raises(CheckpointError, match="replaced while it was being opened"):
+        opened.load_params("float32")
 
 
 def test_two_conversions_at_once_and_a_reader(store, sources):
