@@ -128,11 +128,7 @@ class EngineCore:
         # All there will ever be, so that a reader in another thread never sees the dict grow.
         self.stats.by_bucket = {(b.tokens, b.seqs): BucketStats() for b in reversed(buckets.all_buckets())}
         self.stats.kv_cache = KVCacheSettings(
-            config.block_size,
-            config.dtype,
-            config.enable_prefix_caching,
-            num_blocks,
-            host.num_blocks if host else 0,
+            config.block_size, config.dtype, config.enable_prefix_caching, host.num_blocks if host else 0
         )
         if isinstance(buckets, ReadyBuckets):
             self.stats.shapes = buckets.progress

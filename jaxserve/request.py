@@ -187,12 +187,14 @@ class SamplingParams:
                 raise InvalidRequestError(f"stop must hold strings, got {type(text).__name__}", param="stop")
             if not text:
                 raise InvalidRequestError("stop must not hold an empty string", param="stop")
-            if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-                raise InvalidRequestError("a stop string has an unpaired surrogate", param="stop")
             if len(text) > MAX_STOP_STRING_CHARS:
                 raise InvalidRequestError(
                     f"a stop string has {len(text)} characters, at most {MAX_STOP_STRING_CHARS}", param="stop"
                 )
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise InvalidRequestError("a stop string has an unpaired surrogate", param="stop") from None
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequestError(
                 f"stop_token_ids holds {len(self.stop_token_ids)} ids, at most {MAX_STOP_TOKEN_IDS}",

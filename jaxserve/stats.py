@@ -100,7 +100,6 @@ class KVCacheSettings:
     block_size: int = 0
     dtype: str = ""
     enable_prefix_caching: bool = False
-    num_blocks: int = 0
     num_host_blocks: int = 0
 
 

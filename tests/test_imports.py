@@ -28,6 +28,7 @@ PLAIN_DATA = {
     "model_store",
     "file_lock",
     "line_writer",
+    "server_url",
     "plain_numbers",
 }
 TEXT = {"tokenizer", "chat_template", "detokenizer", "stop_strings"}
@@ -71,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model_store": set(),
     "file_lock": set(),
     "line_writer": {"errors"},
+    "server_url": {"errors"},
     "workload": PLAIN_DATA,
     **dict.fromkeys(TEXT, PLAIN_DATA | TEXT),
     "scheduler": PLAIN_DATA,

@@ -21,7 +21,7 @@ def store_of(installed_in: Path, environment: dict[str, str]) -> str:
     shutil.copy(SOURCE, package)
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={"PYTHONPATH": str(installed_in), "HOME": "/home/somebody", **environment},
+        env={"PYTHONPATH": str(installed_in), "HOME": "/somebody", **environment},
         cwd="/",
         capture_output=True,
         text=True,
@@ -33,11 +33,11 @@ def store_of(installed_in: Path, environment: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, "/home/somebody/.local/share/jaxserve/checkpoints"),
+        ({}, "/somebody/.local/share/jaxserve/checkpoints"),
         ({"XDG_DATA_HOME": "/data"}, "/data/jaxserve/checkpoints"),
         ({"JAXSERVE_HOME": "/models", "XDG_DATA_HOME": "/data"}, "/models"),
-        ({"JAXSERVE_HOME": ""}, "/home/somebody/.local/share/jaxserve/checkpoints"),
-        ({"JAXSERVE_HOME": "~/models"}, "/home/somebody/models"),
+        ({"JAXSERVE_HOME": ""}, "/somebody/.local/share/jaxserve/checkpoints"),
+        ({"JAXSERVE_HOME": "~/models"}, "/somebody/models"),
     ],
 )
 def test_an_installed_package_keeps_models_with_the_user(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ _PAGE_QUERY: dict[str, dict[str, Any]] = {  # what a list takes
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": DEFAULT_PAGE},
     "after": {"type": "string"},
 }
+_FILES_QUERY = {**_PAGE_QUERY, "purpose": {"type": "string"}, "order": {"enum": ["asc", "desc"]}}
 _PIECE_BYTES = 64 * 1024
 _NUMBER = re.compile(r"[0-9]{1,6}", re.ASCII)
 
@@ -70,7 +71,7 @@ class BatchApi:
             "get",
             "/v1/files",
             "The files, the newest first.",
-            query={**_PAGE_QUERY, "purpose": {"type": "string"}, "order": {"enum": ["asc", "desc"]}},
+            query=_FILES_QUERY,
             errors=(400,),
         ),
         Operation("get", "/v1/files/{id}", "One of them.", errors=(404,)),
@@ -178,7 +179,7 @@ class BatchApi:
         stored = [one for one in stored if purpose in (None, one.purpose)]
         if order == "asc":
             stored.reverse()
-        return _page(request, stored, _file_json, further=("purpose", "order"))
+        return _page(request, stored, _file_json, takes=_FILES_QUERY)
 
     async def file(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/files/{id}`."""
@@ -297,11 +298,11 @@ def _page[Stored: (StoredFile, StoredBatch)](
     request: web.Request,
     stored: Sequence[Stored],
     to_json: Callable[[Stored], dict[str, Any]],
-    further: tuple[str, ...] = (),
+    takes: Collection[str] = _PAGE_QUERY,
 ) -> web.Response:
-    """The part of a list that `limit` and `after` ask for; any other part of the query must be one of `further`."""
+    """The part of a list that `limit` and `after` ask for; the query has nothing but what the list `takes`."""
     for name in request.query:
-        if name not in (*_PAGE_QUERY, *further):
+        if name not in takes:
             raise InvalidRequestError(f"unknown field {name!r}", param=name, code="unknown_field")
     text = request.query.get("limit", str(DEFAULT_PAGE))
     limit = int(text) if _NUMBER.fullmatch(text) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ def _settle_bos(backend: Backend, bos: str | None, wanted: object) -> bool:
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     jinja = directory / "chat_template.jinja"
-    if jinja.exists() or jinja.is_symlink():
+    if os.path.lexists(jinja):  # a link that leads nowhere is no template left out
         try:
             return jinja.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -345,10 +345,11 @@ def _goal(texts: list[str] | None) -> Goal:
 
 
 def _target(url: str, model: str | None, api_key: str | None, idle_timeout: float) -> Target:
-    from jaxserve.bench.serve.measure import Target, parse_url
+    from jaxserve.bench.serve.measure import Target
+    from jaxserve.server_url import parse_server_url
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
-    return Target(parse_url(url), model, headers, idle_timeout)
+    return Target(parse_server_url(url), model, headers, idle_timeout)
 
 
 def _measure(

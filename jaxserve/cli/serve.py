@@ -205,7 +205,7 @@ def serve(
     """
     # Imported here so that `jaxserve --help` needs neither aiohttp nor jax.
     from jaxserve.batch_jobs.api import BatchApi
-    from jaxserve.device.profiler import start_trace, stop_trace
+    from jaxserve.device.profiler import JaxProfiler
     from jaxserve.engine_factory import create_engine
     from jaxserve.request import ServiceTargets
     from jaxserve.server.api_keys import DEFAULT_KEY_NAME, make_api_keys, read_key_file
@@ -214,7 +214,7 @@ def serve(
     from jaxserve.server.extension import Extension
     from jaxserve.server.live_feed import LiveFeed
     from jaxserve.server.page_files import Page
-    from jaxserve.server.profiling import ProfileApi, Profiler
+    from jaxserve.server.profiling import ProfileApi
     from jaxserve.server.run import RunOptions, bind, run_server
     from jaxserve.server.tls import tls_context
     from jaxserve.server.tracing import Tracing
@@ -273,7 +273,7 @@ def serve(
     if otlp_traces_endpoint is not None:
         extensions.append(Tracing(otlp_traces_endpoint))
     if profile is not None:
-        extensions.append(ProfileApi(profile, Profiler(start_trace, stop_trace)))
+        extensions.append(ProfileApi(profile, JaxProfiler()))
     if data_dir is not None:
         extensions.append(BatchApi(data_dir))
     with sock:

@@ -10,26 +10,21 @@ import urllib.request
 from typing import Any
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.server_url import parse_server_url
 
 BROKEN = (OSError, ValueError, http.client.HTTPException)  # what reading an answer may end with
 
 
 def server_base(url: str) -> str:
-    """What paths are appended to: the URL of a server, written with or without `/v1`.
+    """See `parse_server_url`, for `open_url`.
 
     Raises:
-      ConfigError: it is none.
+      ConfigError: it is none, or names a user, which urllib would take for a part of the host.
     """
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r}: must begin with http:// or https://")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_usable = bool(parts.hostname) and parts.username is None and parts.port != 0
-    except ValueError:  # a port that is no number, or too large; half an IPv6 address
-        is_usable = False
-    if not is_usable:
-        raise ConfigError(f"{url!r}: is not the URL of a server: http://HOST:PORT")
-    return url.rstrip("/").removesuffix("/v1")
+    base = parse_server_url(url)
+    if urllib.parse.urlsplit(base).username is not None:
+        raise ConfigError(f"{url!r} names a user: http://HOST:PORT")
+    return base
 
 
 def open_url(url: str, api_key: str | None, *, timeout_s: float, body: dict[str, Any] | None = None) -> Any:

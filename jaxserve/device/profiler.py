@@ -6,27 +6,31 @@ from pathlib import Path
 
 import jax
 
-_is_unwritten = False  # a trace has ended and could not be written; jax begins no other before it is
 
+class JaxProfiler:
+    """Records one trace at a time, which is all that a process can."""
 
-def start_trace(folder: Path) -> None:
-    """Begin to record; the files come into `folder` at the end. One trace at a time in a process.
+    def __init__(self) -> None:
+        self._is_unwritten = (
+            False  # a trace has ended and could not be written; jax begins no other before it is
+        )
 
-    Raises:
-      RuntimeError: one is under way, or one before could not be written, and still can't be.
-    """
-    if _is_unwritten:
-        stop_trace()
-    jax.profiler.start_trace(str(folder))
+    def start(self, folder: Path) -> None:
+        """Begin to record; the files come into `folder` at the end.
 
+        Raises:
+          RuntimeError: one is under way, or one before could not be written, and still can't be.
+        """
+        if self._is_unwritten:
+            self.stop()
+        jax.profiler.start_trace(str(folder))
 
-def stop_trace() -> None:
-    """End it, and write it. Takes as long as the trace is large.
+    def stop(self) -> None:
+        """End it, and write it. Takes as long as the trace is large.
 
-    Raises:
-      RuntimeError: none is under way, or it can't be written.
-    """
-    global _is_unwritten
-    _is_unwritten = True
-    jax.profiler.stop_trace()
-    _is_unwritten = False
+        Raises:
+          RuntimeError: none is under way, or it can't be written.
+        """
+        self._is_unwritten = True
+        jax.profiler.stop_trace()
+        self._is_unwritten = False

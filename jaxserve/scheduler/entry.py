@@ -21,7 +21,8 @@ class Entry:
       waiting_since: when it was added or preempted last, seconds.
       waited: seconds that it waited before that.
       is_new: not yet in a plan since then.
-      has_grammar: what it may output next depends on every token before.
+      has_grammar: what it may output next depends on every token before. Derived, but
+        every row of every plan asks for it.
       room: tokens that its block table holds, while it runs.
       has_new_blocks: its table has blocks that no plan has named.
       num_scored_tokens: prompt tokens whose logprobs were delivered (position 0 counts with position 1).

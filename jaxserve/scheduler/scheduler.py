@@ -374,12 +374,13 @@ class Scheduler(BaseScheduler):
 
     def _divide_budget(self, decoding: list[Entry], prefills: list[Entry]) -> tuple[ScheduledRequest, ...]:
         drafts: dict[str, tuple[int, ...]] = {}
+        itl_seconds = self._smallest_itl_target(decoding) if self._drafts.most or prefills else math.inf
         if self._drafts.most:
             room = self._config.max_num_batched_tokens - len(decoding)
             drafts = self._draft_planner.choose(
                 [entry.request for entry in decoding],
                 lambda: self._chunks(prefills, room),
-                itl_seconds=self._smallest_itl_target(decoding),
+                itl_seconds=itl_seconds,
             )
             decodes = self._rows((entry, 1, drafts.get(entry.request.request_id, ())) for entry in decoding)
         else:
@@ -388,8 +389,7 @@ class Scheduler(BaseScheduler):
             return tuple(decodes)
         num_drafts = sum(map(len, drafts.values()))
         budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
-        limit = self._smallest_itl_target(decoding)
-        grants = self._grants(prefills, self._without_stall(decodes, prefills, budget, limit))
+        grants = self._grants(prefills, self._without_stall(decodes, prefills, budget, itl_seconds))
         chunks = self._rows(
             (entry, grant, ()) for entry, grant in zip(prefills, grants, strict=True) if grant
         )

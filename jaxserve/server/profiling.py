@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 from aiohttp import web
@@ -44,12 +43,14 @@ class Profiled(msgspec.Struct):
     steps: int
 
 
-@dataclass(frozen=True)
-class Profiler:
-    """What makes traces."""
+class Profiler(Protocol):
+    """What makes traces; raises OSError or RuntimeError where it can't."""
 
-    start: Callable[[Path], None]
-    stop: Callable[[], None]
+    def start(self, folder: Path) -> None:
+        """Begin one, whose files come into `folder`."""
+
+    def stop(self) -> None:
+        """End it, and write it."""
 
 
 class ProfileApi:
@@ -57,7 +58,7 @@ class ProfileApi:
 
     Args:
       folder: traces come into folders in it. What they are called is not the client's to say.
-      profiler: makes them; raises OSError or RuntimeError where it can't.
+      profiler: makes them.
 
     Raises:
       ConfigError: the folder can't be made.

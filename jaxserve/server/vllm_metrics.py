@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from jaxserve.distribution import Distribution
 from jaxserve.server.metric_families import vllm_families
 from jaxserve.server.speculation_metrics import speculation_metrics
-from jaxserve.stats import EngineStats, KVCacheSettings
+from jaxserve.stats import EngineStats
 
 
 class VllmCollector(Collector):
@@ -96,7 +96,7 @@ class VllmCollector(Collector):
 
     def _infos(self) -> Iterator[Metric]:
         """Their labels are what they say; they have no model's name, as vLLM's have none."""
-        config = {**_cache_config(self._stats.kv_cache), "engine": "0"}
+        config = {**_cache_config(self._stats), "engine": "0"}
         cache = GaugeMetricFamily("vllm:cache_config_info", "Settings of the KV cache.", labels=list(config))
         cache.add_metric(list(config.values()), 1)
         yield cache
@@ -108,13 +108,14 @@ class VllmCollector(Collector):
         yield lora
 
 
-def _cache_config(settings: KVCacheSettings) -> dict[str, str]:
+def _cache_config(stats: EngineStats) -> dict[str, str]:
     """By vLLM's names."""
+    settings = stats.kv_cache
     return {
         "block_size": str(settings.block_size),
         "cache_dtype": settings.dtype,
         "enable_prefix_caching": str(settings.enable_prefix_caching),
-        "num_gpu_blocks": str(settings.num_blocks),
+        "num_gpu_blocks": str(stats.num_blocks),
         "num_cpu_blocks": str(settings.num_host_blocks),
         "prefix_caching_hash_algo": "sha256",
         "sliding_window": "None",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from jaxserve.cli.chat_client import ServerAnswerer
 from jaxserve.cli.chat_session import ChatSettings
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from tests.cli.command import assert_refused, run_jaxserve
+from tests.cli.listening import listening
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "first"}, {"id": "second"}]})
 SETTINGS = ChatSettings(max_tokens=4)
@@ -45,15 +45,8 @@ def server(models: tuple[int, str], answer: tuple[int, str] = (200, "")) -> Iter
         def log_message(self, *arguments: object) -> None:
             pass
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{httpd.server_port}"
-    finally:
-        httpd.shutdown()
-        thread.join()
-        httpd.server_close()
+    with listening(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 @contextmanager
@@ -65,14 +58,8 @@ def raw_server(answers: list[bytes]) -> Iterator[str]:
             self.request.recv(65_536)
             self.request.sendall(answers.pop(0))
 
-    with TCPServer(("127.0.0.1", 0), Handler) as tcp:
-        thread = threading.Thread(target=tcp.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{tcp.server_address[1]}"
-        finally:
-            tcp.shutdown()
-            thread.join()
+    with listening(TCPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 def answer_of(status: int, text: str) -> list[str]:

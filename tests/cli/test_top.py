@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ from jaxserve.cli.main import run
 from jaxserve.cli.metrics_snapshot import Interval, Snapshot
 from jaxserve.distribution import Distribution
 from jaxserve.tokenizer import Tokenizer
+from tests.cli.listening import listening
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
 from tests.server.running_server import RunningServer
@@ -83,13 +83,8 @@ def answering(body: bytes, key: str | None = None) -> Iterator[str]:
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
 
 
 METRICS = b'vllm:num_requests_running{model_name="a\\u001b[31m\xc2\x9b[bold]b",engine="0"} 7\n'

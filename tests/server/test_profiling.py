@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.device.profiler import start_trace, stop_trace
+from jaxserve.device.profiler import JaxProfiler
 from jaxserve.errors import ConfigError
 from jaxserve.server.api_keys import make_api_keys
 from jaxserve.server.app import ServerOptions
-from jaxserve.server.profiling import MAX_TRACES, ProfileApi, Profiler
+from jaxserve.server.profiling import MAX_TRACES, ProfileApi
 from jaxserve.tokenizer import Tokenizer
 from tests.server import http
 from tests.server.copy_engine import CopyEngine
@@ -52,7 +52,7 @@ def tape() -> Tape:
 
 @pytest.fixture
 def server(tokenizer: Tokenizer, tape: Tape, tmp_path: Path) -> Iterator[RunningServer]:
-    api = ProfileApi(tmp_path / "traces", Profiler(tape.start, tape.stop))
+    api = ProfileApi(tmp_path / "traces", tape)
     core = CopyEngine(tokenizer, step_seconds=0.005)
     with RunningServer(core, extensions=[api]) as running:
         yield running
@@ -63,7 +63,7 @@ def profile(server: RunningServer, body: Any = None, **kwargs: Any) -> http.Repl
 
 
 def test_jax_writes_a_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    api = ProfileApi(tmp_path, Profiler(start_trace, stop_trace))
+    api = ProfileApi(tmp_path, JaxProfiler())
     with RunningServer(CopyEngine(tokenizer), extensions=[api]) as server:
         for _ in range(2):
             reply = profile(server, {"seconds": 0.2})
@@ -76,7 +76,7 @@ def test_jax_writes_a_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_stands_in_nobodys_way(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Its folder went away, or the disk is full: the next request has a trace again, and this one's as well."""
     folder = tmp_path / "traces"
-    api = ProfileApi(folder, Profiler(start_trace, stop_trace))
+    api = ProfileApi(folder, JaxProfiler())
     with RunningServer(CopyEngine(tokenizer), extensions=[api]) as server:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(profile, server, {"seconds": 1})
@@ -155,7 +155,7 @@ def test_a_client_that_leaves_leaves_no_trace_running(server: RunningServer, tap
 
 
 def test_a_shutdown_ends_it(tokenizer: Tokenizer, tape: Tape, tmp_path: Path) -> None:
-    api = ProfileApi(tmp_path, Profiler(tape.start, tape.stop))
+    api = ProfileApi(tmp_path, tape)
     with RunningServer(CopyEngine(tokenizer), extensions=[api]) as server:
         sock = http.open_socket(server.base_url, PROFILE, {"seconds": 60})
         while not tape.running:
@@ -172,7 +172,7 @@ def test_the_folder_does_not_grow_for_ever(server: RunningServer, tape: Tape, tm
 
 
 def test_it_needs_a_key_and_the_flag(tokenizer: Tokenizer, tape: Tape, tmp_path: Path) -> None:
-    api = ProfileApi(tmp_path, Profiler(tape.start, tape.stop))
+    api = ProfileApi(tmp_path, tape)
     options = ServerOptions(keys=make_api_keys([("someone", "secret")]))
     with RunningServer(CopyEngine(tokenizer), options, extensions=[api]) as server:
         assert profile(server, {"seconds": 0.01}).status == 401
@@ -186,4 +186,4 @@ def test_it_needs_a_key_and_the_flag(tokenizer: Tokenizer, tape: Tape, tmp_path:
 def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--profile"):
-        ProfileApi(tmp_path / "file" / "traces", Profiler(start_trace, stop_trace))
+        ProfileApi(tmp_path / "file" / "traces", JaxProfiler())

@@ -315,7 +315,7 @@ def test_an_address_that_is_taken_or_wrong_is_one_line() -> None:
 
 
 def test_a_client_whose_machine_is_gone_is_given_up_within_half_a_minute() -> None:
-    """B101: no packet tells of it. (Where part of an answer is on its way, the kernel notices later by itself.)"""
+    """B101: no packet tells of it. (Streams are given up later: `stream.DEAD_PEER_SECONDS`.)"""
     with bind("127.0.0.1", 0) as sock:
         sock.listen()
         with socket.create_connection(sock.getsockname()), sock.accept()[0] as connection:

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from jaxserve.errors import ConfigError
+from jaxserve.server_url import parse_server_url
 
 PORT = "{port}"
 OWN_NAME = "jaxserve"
@@ -58,10 +58,10 @@ def parse_peer(text: str, *, model: str) -> Peer:
             return Peer(name, command=command)
     except ValueError as error:  # shlex: an open quotation mark
         raise ConfigError(f"--peer {text!r}: {error}") from error
-    parts = urlsplit(how)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"--peer {text!r}: after '=' must come http://..., {_COMMAND} or {_OWN}")
-    return Peer(name, url=how.rstrip("/").removesuffix("/v1"))
+    try:
+        return Peer(name, url=parse_server_url(how))
+    except ConfigError:
+        raise ConfigError(f"--peer {text!r}: after '=' must come http://..., {_COMMAND} or {_OWN}") from None
 
 
 def own_peer(name: str, model: str, flags: Sequence[str] = ()) -> Peer:

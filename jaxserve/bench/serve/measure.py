@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from jaxserve.bench.peers.answer import Answer, read_answer
 from jaxserve.bench.peers.client import replay
@@ -15,7 +14,6 @@ from jaxserve.bench.peers.process import Running
 from jaxserve.bench.peers.ready import Identity, wait_until_ready
 from jaxserve.bench.serve.goal import Goal
 from jaxserve.bench.serve.load import ServeLoad
-from jaxserve.errors import ConfigError
 from jaxserve.simulation.latencies import MEASURES, Latencies, percentiles
 from jaxserve.workload.traced_request import Workload
 
@@ -85,14 +83,6 @@ class Measured:
             "figures": self.figures(),
             "faults": {fault.kind: {"count": fault.count, "first": fault.first} for fault in self.faults},
         }
-
-
-def parse_url(text: str) -> str:
-    """`http(s)://HOST[:PORT][/v1]` as `Target.url`. Raises: ConfigError."""
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{text!r} is not the URL of a server: http://HOST:PORT")
-    return text.rstrip("/").removesuffix("/v1")
 
 
 def find_server(target: Target, *, timeout_s: float) -> Identity:
